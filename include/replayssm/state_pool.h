@@ -1,0 +1,215 @@
+// StatePool: the replay state of L layers x S slots on one device.
+//
+// A slot holds one sequence. Per layer it has a page with
+//   checkpoint        the stored state after the first checkpoint_position tokens
+//   record ring       window + draft_capacity records, that of position p at p mod places
+//   convolution ring  raw inputs of the causal convolution, addressed by position as well
+// and, shared by all layers, one Cursor. Rejecting a draft moves no data.
+//
+//   auto pool = StatePool::create(options);
+//   pool->reset(slot);
+//   auto step = pool->begin_step(rows);
+//   for (layer ...) { causal_conv1d_step(...); mamba2_step(...); }
+//   pool->commit(*step, accepted);
+//
+// Memory a sequence does not own (free slots, places without a live record) is never read: masking
+// is done by not loading. With `poison` set such memory is filled with NaN to prove it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "replayssm/cpu.h"
+#include "replayssm/cursor.h"
+#include "replayssm/device.h"
+#include "replayssm/dtype.h"
+#include "replayssm/status.h"
+#include "replayssm/step.h"
+
+namespace replayssm {
+
+/// Mamba-2 (SSD) recurrence: `heads` states of head_dim x state_size; B and C shared by the
+/// heads / groups consecutive heads of a group.
+struct Mamba2Shape {
+  std::int64_t heads = 0;
+  std::int64_t head_dim = 0;    // P, a multiple of 8, at most 256
+  std::int64_t state_size = 0;  // N, a multiple of 16, at most 256
+  std::int64_t groups = 1;      // divides heads
+
+  std::int64_t state_elements() const { return heads * head_dim * state_size; }
+
+  friend bool operator==(const Mamba2Shape&, const Mamba2Shape&) = default;
+};
+
+/// Depthwise causal convolution in front of a recurrence; width 0 means none.
+struct ConvShape {
+  std::int64_t channels = 0;
+  int width = 0;  // taps, 2..8
+
+  friend bool operator==(const ConvShape&, const ConvShape&) = default;
+};
+
+/// One alternative per recurrence family.
+using RecurrenceShape = std::variant<Mamba2Shape>;
+
+struct LayerSpec {
+  RecurrenceShape recurrence;
+  ConvShape conv;
+
+  friend bool operator==(const LayerSpec&, const LayerSpec&) = default;
+};
+
+struct StatePoolOptions {
+  std::vector<LayerSpec> layers;
+  std::int64_t slots = 0;
+  ReplayLimits limits;
+  DType checkpoint = DType::kF32;  // f32 or bf16
+  DType activation = DType::kF32;  // f32 or bf16: records, convolution inputs, op operands
+  /// Keep convolution inputs for the whole window, so that truncate and materialize accept any
+  /// prefix in [checkpoint_position, position] instead of `position` only.
+  bool rewindable = false;
+  /// Fill memory no sequence owns with NaN, for tests and debugging.
+  bool poison = false;
+  Device device;
+  /// Pages start at multiples of this many bytes; may be larger than their contents.
+  std::size_t page_alignment = 64;
+  /// Identifies the model in saved states; a state of another model is refused.
+  std::string model_id;
+  /// Caller-owned memory of at least bytes_per_slot() * slots, aligned to 64; empty: the pool
+  /// reserves its own.
+  std::span<std::byte> storage;
+};
+
+/// Bytes ops moved for states and rings, by the formula of what must move (not by counters in
+/// hardware). Sums over rows and layers since the last reset_traffic().
+struct StateTraffic {
+  std::int64_t checkpoint_read = 0;
+  std::int64_t checkpoint_written = 0;
+  std::int64_t ring_read = 0;
+  std::int64_t ring_written = 0;
+
+  StateTraffic& operator+=(const StateTraffic& other);
+};
+
+/// Bytes of one slot over all layers.
+struct SlotBytes {
+  std::size_t checkpoint = 0;
+  std::size_t record_ring = 0;
+  std::size_t conv_ring = 0;
+  std::size_t total = 0;  // with alignment, as allocated
+};
+
+/// The rows of a step between begin_step and commit. Rows are validated when the step begins; ops
+/// check that the step is still current for every slot, so a stale step is refused, never applied.
+class Step {
+ public:
+  Step(Step&&) = default;
+  Step& operator=(Step&&) = default;
+  Step(const Step&) = delete;
+  Step& operator=(const Step&) = delete;
+
+  const std::vector<StepRow>& rows() const { return rows_; }
+  /// One past the last token of any row: operands need at least this many token rows.
+  std::int64_t token_end() const { return token_end_; }
+
+ private:
+  friend class StatePool;
+  enum LayerPart : std::uint8_t { kConv = 1, kRecurrence = 2 };
+
+  Step() = default;
+
+  std::vector<StepRow> rows_;
+  std::int64_t token_end_ = 0;
+  std::uint64_t generation_ = 0;
+  std::vector<std::uint8_t> done_;  // LayerPart bits per layer
+};
+
+class StatePool {
+ public:
+  /// Refuses options that cannot work (T > L, groups that do not divide heads, storage too small,
+  /// ...) naming both values; nothing is allocated then.
+  static Result<StatePool> create(StatePoolOptions options);
+
+  /// Sizing from the layout the pool uses. `slots` and `storage` of the options are ignored.
+  static Result<SlotBytes> bytes_per_slot(const StatePoolOptions& options);
+  /// How many slots fit into `budget` bytes; 0 if not even one does.
+  static Result<std::int64_t> slots_for_budget(const StatePoolOptions& options, std::size_t budget);
+
+  StatePool(StatePool&&) noexcept;
+  StatePool& operator=(StatePool&&) noexcept;
+  ~StatePool();
+
+  const StatePoolOptions& options() const;
+  int layer_count() const;
+  std::int64_t free_slots() const;
+
+  /// Gives a Mamba-2 layer its A = -exp(A_log), (heads). The pool keeps it because decays are a
+  /// function of A and the recorded dt, and folds happen outside of steps too (materialize, load).
+  /// Steps and folds of the layer are refused before.
+  Status set_mamba2_a(int layer, std::span<const float> a);
+
+  // ---- Slots. A slot is free, ready, inside a step, or invalid (after a failed step). ----
+
+  /// Resets the lowest free slot and returns it; kResourceExhausted when none is free.
+  Result<std::int32_t> acquire();
+  /// Makes `slot`, in whatever condition, the start of a new sequence at position 0. Its memory is
+  /// not touched: a checkpoint at position 0 is zero by definition and never loaded.
+  Status reset(std::int32_t slot);
+  /// Gives `slot` back. Steps that still hold it become stale.
+  Status release(std::int32_t slot);
+
+  /// The cursor of a ready slot or of one inside a step (then as before the step).
+  Result<Cursor> cursor(std::int32_t slot) const;
+  /// Makes the next tentative row of `slot` flush. Only between a commit and the next step.
+  Status force_flush(std::int32_t slot);
+
+  /// Bit copy of checkpoint, live records, convolution inputs and cursor onto `dst`, which may be
+  /// in any condition. src == dst is refused.
+  Status copy(std::int32_t src, std::int32_t dst);
+  /// Writes the state after `prefix` accepted tokens into `dst` as a checkpoint without records.
+  /// `src` is left untouched. See StatePoolOptions::rewindable for the prefixes allowed.
+  Status materialize(const CpuContext& context, std::int32_t src, std::int64_t prefix,
+                     std::int32_t dst);
+  /// Drops accepted tokens at the end. See StatePoolOptions::rewindable for the positions allowed.
+  Status truncate(std::int32_t slot, std::int64_t position);
+
+  /// Self-describing image of a ready slot: records oldest first, positions, dtypes, layout
+  /// version, checksum. Ring geometry is not part of it.
+  Result<std::vector<std::byte>> save(std::int32_t slot) const;
+  /// Replaces `slot`, in whatever condition, by a saved state. Everything is checked before
+  /// anything is written. Records that do not fit this pool's window are folded.
+  Status load(const CpuContext& context, std::int32_t slot, std::span<const std::byte> image);
+
+  // ---- Steps ----
+
+  /// Validates the rows and marks their slots as inside a step. Rows are ascending and disjoint in
+  /// tokens; a slot appears once; a tentative row carries 1..T tokens.
+  Result<Step> begin_step(std::span<const StepRow> rows);
+  /// Accepts accepted[i] of row i's tokens for all layers at once: 0..count of a tentative row, all
+  /// of a committed row; padding rows are ignored. Every layer must have run. On error nothing
+  /// changes and the step stays open.
+  Status commit(Step& step, std::span<const std::int64_t> accepted);
+  /// Ends a step that cannot be completed. Rows whose stored state no layer has rewritten go back
+  /// to where they were; the others become invalid until reset, load or copy revives them.
+  Status abort(Step& step);
+
+  const StateTraffic& traffic() const;
+  void reset_traffic();
+
+  // ---- For ops ----
+
+  struct Impl;
+  Impl& impl() { return *impl_; }
+  const Impl& impl() const { return *impl_; }
+
+ private:
+  explicit StatePool(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace replayssm

@@ -1,0 +1,28 @@
+// Folding records into a checkpoint outside of a step: the operation of a flush, bit-equal to one.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "replayssm/cpu.h"
+#include "state/pool_impl.h"
+
+namespace replayssm {
+
+/// dst's checkpoint = src's checkpoint advanced by its first `count` live records. Cursors are not
+/// touched. src may be dst.
+void fold_between_slots(const CpuContext& context, StatePool::Impl& pool, int layer,
+                        std::int32_t src, std::int64_t count, std::int32_t dst);
+
+/// Records outside the pool: each record field by name as (outer, count, inner), oldest first.
+using ExternalRecords = std::map<std::string, std::byte*, std::less<>>;
+
+/// dst's checkpoint = `checkpoint` (null: zero) advanced by `count` external records.
+void fold_external(const CpuContext& context, StatePool::Impl& pool, int layer,
+                   const ExternalRecords& records, const std::byte* checkpoint, std::int64_t count,
+                   std::int32_t dst);
+
+}  // namespace replayssm

@@ -1,0 +1,385 @@
+// The Mamba-2 CPU kernels, written once on Vec<Isa>. A state row (one p) is state_size contiguous
+// elements; rows are processed in blocks that stay in registers or in L1, so that memory is read
+// once and written at most once whatever the number of tokens.
+//
+// Bit-equality rests on two rules. An element of the state is advanced by fma(S, a, u * B) with
+// u = dt * x, in token order, wherever that happens. A dot product S . C runs over the columns in
+// order in one vector accumulator and is reduced by the fixed tree of Vec::sum. Blocking therefore
+// never changes a result.
+#pragma once
+
+#include <cstring>
+
+#include "cpu/gates.h"
+#include "cpu/simd/vec.h"
+#include "ops/mamba2/cpu/kernel.h"
+
+namespace replayssm::cpu {
+
+template <typename Isa, typename State, typename Act>
+class Mamba2Kernel {
+  using V = Vec<Isa>;
+  static constexpr int kLanes = V::kLanes;
+  static constexpr int kMaxLive = ReplayLimits::kMaxWindow;
+  static constexpr int kMaxTokens = ReplayLimits::kMaxDraftCapacity;
+  static constexpr int kMaxWindowTokens = kMaxLive + kMaxTokens;
+  static constexpr int kMaxHeadDim = 256;
+  static constexpr int kMaxStateSize = 256;
+  // Tokens of a committed row taken through a head's state together: their B and C stay in cache.
+  static constexpr int kChunk = 16;
+  static constexpr int kRows = 4;  // divides every head_dim
+
+ public:
+  static void fold(const Mamba2Task& task) {
+    for (std::int64_t head = task.head_begin; head < task.head_end; ++head) {
+      const Records records(task, head);
+      for (std::int64_t p = 0; p < task.head_dim; p += kRows) {
+        fold_rows(task, records, state_in(task, head, p), state_out(task, head, p), p);
+      }
+    }
+  }
+
+  static void tentative(const Mamba2Task& task) { replay<false>(task); }
+  static void flush(const Mamba2Task& task) { replay<true>(task); }
+
+  static void committed(const Mamba2Task& task) {
+    const bool folds = task.live > 0;
+    if (folds) fold(task);
+    for (std::int64_t head = task.head_begin; head < task.head_end; ++head) {
+      bool zero = task.checkpoint_in == nullptr && !folds;
+      for (std::int64_t first = 0; first < task.tokens; first += kChunk) {
+        const std::int64_t rest = task.tokens - first;
+        const int count = rest < kChunk ? static_cast<int>(rest) : kChunk;
+        // After the first write the state is in place, also where it came from elsewhere.
+        const bool in_place = folds || first > 0;
+        advance(task, head, first, count, zero, in_place);
+        zero = false;
+      }
+    }
+  }
+
+ private:
+  /// The live records of a head, ready for the recurrence.
+  struct Records {
+    Records(const Mamba2Task& task, std::int64_t head) : count(static_cast<int>(task.live)) {
+      const Act* ring_x = static_cast<const Act*>(task.ring_x);
+      const Act* ring_b = static_cast<const Act*>(task.ring_b);
+      std::int64_t place = task.first_place;
+      for (int i = 0; i < count; ++i) {
+        x[i] = ring_x + (head * task.places + place) * task.head_dim;
+        b[i] = ring_b + (task.group * task.places + place) * task.state_size;
+        dt[i] = task.ring_dt[head * task.places + place];
+        decay[i] = mamba2_decay(task.a[head], dt[i]);
+        if (++place == task.places) place = 0;
+      }
+    }
+
+    int count;
+    const Act* x[kMaxLive];
+    const Act* b[kMaxLive];
+    float dt[kMaxLive];
+    float decay[kMaxLive];
+  };
+
+  static std::int64_t state_offset(const Mamba2Task& task, std::int64_t head, std::int64_t p) {
+    return (head * task.head_dim + p) * task.state_size;
+  }
+  static const State* state_in(const Mamba2Task& task, std::int64_t head, std::int64_t p) {
+    return task.checkpoint_in == nullptr
+               ? nullptr
+               : static_cast<const State*>(task.checkpoint_in) + state_offset(task, head, p);
+  }
+  static State* state_out(const Mamba2Task& task, std::int64_t head, std::int64_t p) {
+    return static_cast<State*>(task.checkpoint) + state_offset(task, head, p);
+  }
+
+  static float time_step(const Mamba2Task& task, std::int64_t head, std::int64_t token) {
+    const std::int64_t at = token * task.dt_token_stride + head;
+    const float raw = task.dt_is_f32 ? static_cast<const float*>(task.dt)[at]
+                                     : to_float(static_cast<const Act*>(task.dt)[at]);
+    return mamba2_time_step(raw, task.dt_bias == nullptr ? 0.0f : task.dt_bias[head],
+                            task.dt_softplus, task.dt_min, task.dt_max);
+  }
+
+  static const Act* token_x(const Mamba2Task& task, std::int64_t token, std::int64_t head) {
+    return static_cast<const Act*>(task.x) + token * task.x_token_stride +
+           head * task.x_head_stride;
+  }
+  static const Act* token_b(const Mamba2Task& task, std::int64_t token) {
+    return static_cast<const Act*>(task.b) + token * task.b_token_stride +
+           task.group * task.b_group_stride;
+  }
+  static const Act* token_c(const Mamba2Task& task, std::int64_t token) {
+    return static_cast<const Act*>(task.c) + token * task.c_token_stride +
+           task.group * task.c_group_stride;
+  }
+
+  /// y = (sum + D x) * silu(z), stored.
+  static void finish(const Mamba2Task& task, std::int64_t token, std::int64_t head, std::int64_t p,
+                     float sum) {
+    if (task.d != nullptr) sum += task.d[head] * to_float(token_x(task, token, head)[p]);
+    if (task.z != nullptr) {
+      const Act* z =
+          static_cast<const Act*>(task.z) + token * task.z_token_stride + head * task.z_head_stride;
+      sum *= silu(to_float(z[p]));
+    }
+    Act* y = static_cast<Act*>(task.y) + token * task.y_token_stride + head * task.y_head_stride;
+    y[p] = from_float<Act>(sum);
+  }
+
+  // ---- Fold: kRows state rows by kTile vectors in registers through all records ----
+
+  template <int kTile>
+  static void fold_tile(const State* in, State* out, std::int64_t state_size, std::int64_t column,
+                        const Records& records, const float (*u)[kRows]) {
+    V s[kRows][kTile];
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kTile; ++v) {
+        s[r][v] = in == nullptr ? V::zero() : V::load(in + r * state_size + column + v * kLanes);
+      }
+    }
+    for (int i = 0; i < records.count; ++i) {
+      const V decay = V::broadcast(records.decay[i]);
+      V b[kTile];
+      for (int v = 0; v < kTile; ++v) b[v] = V::load(records.b[i] + column + v * kLanes);
+      for (int r = 0; r < kRows; ++r) {
+        const V ur = V::broadcast(u[i][r]);
+        for (int v = 0; v < kTile; ++v) s[r][v] = fma(s[r][v], decay, ur * b[v]);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kTile; ++v) s[r][v].store(out + r * state_size + column + v * kLanes);
+    }
+  }
+
+  static void fold_rows(const Mamba2Task& task, const Records& records, const State* in, State* out,
+                        std::int64_t p) {
+    float u[kMaxLive][kRows];
+    for (int i = 0; i < records.count; ++i) {
+      for (int r = 0; r < kRows; ++r) u[i][r] = records.dt[i] * to_float(records.x[i][p + r]);
+    }
+    std::int64_t column = 0;
+    for (; column + 2 * kLanes <= task.state_size; column += 2 * kLanes) {
+      fold_tile<2>(in, out, task.state_size, column, records, u);
+    }
+    if (column < task.state_size) fold_tile<1>(in, out, task.state_size, column, records, u);
+  }
+
+  // ---- Committed rows ----
+
+  static void advance(const Mamba2Task& task, std::int64_t head, std::int64_t first, int count,
+                      bool zero, bool in_place) {
+    float dt[kChunk];
+    float decay[kChunk];
+    for (int t = 0; t < count; ++t) {
+      dt[t] = time_step(task, head, first + t);
+      decay[t] = mamba2_decay(task.a[head], dt[t]);
+    }
+    for (std::int64_t p = 0; p < task.head_dim; p += kRows) {
+      State* out = state_out(task, head, p);
+      const State* in = zero ? nullptr : in_place ? out : state_in(task, head, p);
+      for (int t = 0; t < count; ++t) {
+        float y[kRows];
+        advance_rows(task, head, first + t, p, dt[t], decay[t], in, out, y);
+        in = out;
+        for (int r = 0; r < kRows; ++r) finish(task, first + t, head, p + r, y[r]);
+      }
+    }
+  }
+
+  static void advance_rows(const Mamba2Task& task, std::int64_t head, std::int64_t token,
+                           std::int64_t p, float dt, float decay, const State* in, State* out,
+                           float* y) {
+    const Act* x = token_x(task, token, head);
+    const Act* b = token_b(task, token);
+    const Act* c = token_c(task, token);
+    const V a = V::broadcast(decay);
+    V u[kRows];
+    V sum[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      u[r] = V::broadcast(dt * to_float(x[p + r]));
+      sum[r] = V::zero();
+    }
+    for (std::int64_t n = 0; n < task.state_size; n += kLanes) {
+      const V bn = V::load(b + n);
+      const V cn = V::load(c + n);
+      for (int r = 0; r < kRows; ++r) {
+        const std::int64_t at = r * task.state_size + n;
+        const V s = fma(in == nullptr ? V::zero() : V::load(in + at), a, u[r] * bn);
+        s.store(out + at);
+        sum[r] = fma(s, cn, sum[r]);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) y[r] = sum[r].sum();
+  }
+
+  // ---- Tentative rows ----
+
+  /// What a tentative row's heads share: C in fp32 and the products B_i . C_t.
+  struct Window {
+    float c[kMaxTokens][kMaxStateSize];
+    float bc[kMaxTokens][kMaxWindowTokens];  // [token][record or own token]
+  };
+
+  static float dot(const Act* b, const float* c, std::int64_t n) {
+    V sum = V::zero();
+    for (std::int64_t i = 0; i < n; i += kLanes) sum = fma(V::load(b + i), V::load(c + i), sum);
+    return sum.sum();
+  }
+
+  static void prepare_window(const Mamba2Task& task, int live, Window& window) {
+    const Act* ring_b =
+        static_cast<const Act*>(task.ring_b) + task.group * task.places * task.state_size;
+    for (int t = 0; t < task.tokens; ++t) {
+      const Act* c = token_c(task, t);
+      for (std::int64_t n = 0; n < task.state_size; n += kLanes) {
+        V::load(c + n).store(window.c[t] + n);
+      }
+      std::int64_t place = task.first_place;
+      for (int i = 0; i < live; ++i) {
+        window.bc[t][i] = dot(ring_b + place * task.state_size, window.c[t], task.state_size);
+        if (++place == task.places) place = 0;
+      }
+      for (int i = 0; i <= t; ++i) {
+        window.bc[t][live + i] = dot(token_b(task, i), window.c[t], task.state_size);
+      }
+    }
+  }
+
+  template <bool kFlush>
+  static void replay(const Mamba2Task& task) {
+    // After a flush the records are part of the state and the window is the row's own tokens.
+    const int live = kFlush ? 0 : static_cast<int>(task.live);
+    const int tokens = static_cast<int>(task.tokens);
+    Window window;
+    prepare_window(task, live, window);
+    for (std::int64_t head = task.head_begin; head < task.head_end; ++head) {
+      const Records records(task, head);
+      float dt[kMaxTokens];
+      float decay[kMaxTokens];
+      for (int t = 0; t < tokens; ++t) {
+        dt[t] = time_step(task, head, t);
+        decay[t] = mamba2_decay(task.a[head], dt[t]);
+      }
+      float y[kMaxTokens][kMaxHeadDim];
+      if (kFlush || task.checkpoint_in != nullptr) {
+        float scale[kMaxTokens];
+        float product = 1.0f;
+        for (int i = live - 1; i >= 0; --i) product *= records.decay[i];
+        for (int t = 0; t < tokens; ++t) scale[t] = product *= decay[t];
+        for (std::int64_t p = 0; p < task.head_dim; p += kRows) {
+          const State* s = state_in(task, head, p);
+          if constexpr (kFlush) {
+            fold_rows(task, records, s, state_out(task, head, p), p);
+            s = state_out(task, head, p);
+          }
+          read_rows(s, task.state_size, window, tokens, scale, p, y);
+        }
+      } else {
+        for (int t = 0; t < tokens; ++t)
+          std::memset(y[t], 0, sizeof(float) * static_cast<std::size_t>(task.head_dim));
+      }
+      add_window(task, head, records, live, dt, decay, window, y);
+      append(task, head, dt);
+    }
+    if (task.appends_b) append_b(task);
+  }
+
+  /// y[t][p + r] = scale[t] * (S row p + r) . C_t.
+  static void read_rows(const State* s, std::int64_t state_size, const Window& window, int tokens,
+                        const float* scale, std::int64_t p, float (*y)[kMaxHeadDim]) {
+    int t = 0;
+    for (; t + 4 <= tokens; t += 4) {
+      read_tile<2, 4>(s, state_size, window.c + t, scale + t, p, y + t);
+      read_tile<2, 4>(s + 2 * state_size, state_size, window.c + t, scale + t, p + 2, y + t);
+    }
+    for (; t + 2 <= tokens; t += 2) {
+      read_tile<kRows, 2>(s, state_size, window.c + t, scale + t, p, y + t);
+    }
+    if (t < tokens) read_tile<kRows, 1>(s, state_size, window.c + t, scale + t, p, y + t);
+  }
+
+  template <int R, int T>
+  static void read_tile(const State* s, std::int64_t state_size, const float (*c)[kMaxStateSize],
+                        const float* scale, std::int64_t p, float (*y)[kMaxHeadDim]) {
+    V sum[R][T];
+    for (int r = 0; r < R; ++r) {
+      for (int t = 0; t < T; ++t) sum[r][t] = V::zero();
+    }
+    for (std::int64_t n = 0; n < state_size; n += kLanes) {
+      V row[R];
+      for (int r = 0; r < R; ++r) row[r] = V::load(s + r * state_size + n);
+      for (int t = 0; t < T; ++t) {
+        const V cn = V::load(c[t] + n);
+        for (int r = 0; r < R; ++r) sum[r][t] = fma(row[r], cn, sum[r][t]);
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      for (int t = 0; t < T; ++t) y[t][p + r] = scale[t] * sum[r][t].sum();
+    }
+  }
+
+  /// Adds the window's terms, oldest record last so that its weight is the longest product.
+  static void add_window(const Mamba2Task& task, std::int64_t head, const Records& records,
+                         int live, const float* dt, const float* decay, const Window& window,
+                         float (*y)[kMaxHeadDim]) {
+    const std::int64_t vector_end = task.head_dim / kLanes * kLanes;
+    for (int t = 0; t < task.tokens; ++t) {
+      const auto accumulate = [&](const Act* x, float weight) {
+        const V w = V::broadcast(weight);
+        std::int64_t p = 0;
+        for (; p < vector_end; p += kLanes)
+          fma(w, V::load(x + p), V::load(y[t] + p)).store(y[t] + p);
+        for (; p < task.head_dim; ++p) y[t][p] += weight * to_float(x[p]);
+      };
+      float product = 1.0f;
+      for (int i = t; i >= 0; --i) {
+        accumulate(token_x(task, i, head), product * dt[i] * window.bc[t][live + i]);
+        product *= decay[i];
+      }
+      for (int i = live - 1; i >= 0; --i) {
+        accumulate(records.x[i], product * records.dt[i] * window.bc[t][i]);
+        product *= records.decay[i];
+      }
+      for (std::int64_t p = 0; p < task.head_dim; ++p) finish(task, t, head, p, y[t][p]);
+    }
+  }
+
+  static std::int64_t append_place(const Mamba2Task& task, int token) {
+    return (task.first_place + task.live + token) % task.places;
+  }
+
+  static void append(const Mamba2Task& task, std::int64_t head, const float* dt) {
+    for (int t = 0; t < task.tokens; ++t) {
+      const std::int64_t at = head * task.places + append_place(task, t);
+      std::memcpy(static_cast<Act*>(task.ring_x) + at * task.head_dim, token_x(task, t, head),
+                  sizeof(Act) * static_cast<std::size_t>(task.head_dim));
+      task.ring_dt[at] = dt[t];
+    }
+  }
+
+  static void append_b(const Mamba2Task& task) {
+    for (int t = 0; t < task.tokens; ++t) {
+      const std::int64_t at = task.group * task.places + append_place(task, t);
+      std::memcpy(static_cast<Act*>(task.ring_b) + at * task.state_size, token_b(task, t),
+                  sizeof(Act) * static_cast<std::size_t>(task.state_size));
+    }
+  }
+};
+
+/// The kernels of one instruction set, by [checkpoint is bf16][activation is bf16].
+template <typename Isa>
+struct Mamba2KernelTable {
+  template <typename State, typename Act>
+  static constexpr Mamba2Kernels entry() {
+    using K = Mamba2Kernel<Isa, State, Act>;
+    return {
+        .fold = K::fold, .tentative = K::tentative, .flush = K::flush, .committed = K::committed};
+  }
+  static constexpr Mamba2Kernels kTable[2][2] = {
+      {entry<float, float>(), entry<float, BF16>()},
+      {entry<BF16, float>(), entry<BF16, BF16>()},
+  };
+};
+
+}  // namespace replayssm::cpu

@@ -1,0 +1,287 @@
+#include "replayssm/ops/mamba2.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/dispatch.h"
+#include "ops/fold.h"
+#include "ops/mamba2/cpu/kernel.h"
+#include "ops/operands.h"
+#include "state/pool_impl.h"
+
+namespace replayssm {
+namespace cpu {
+
+const Mamba2Kernels& mamba2_kernels_generic(bool bf16_checkpoint, bool bf16_activation);
+const Mamba2Kernels& mamba2_kernels_avx2(bool bf16_checkpoint, bool bf16_activation);
+const Mamba2Kernels& mamba2_kernels_avx512(bool bf16_checkpoint, bool bf16_activation);
+
+const Mamba2Kernels& mamba2_kernels(CpuIsa isa, DType checkpoint, DType activation) {
+  return RSSM_DISPATCH_ISA(isa, mamba2_kernels, checkpoint == DType::kBF16,
+                           activation == DType::kBF16);
+}
+
+}  // namespace cpu
+
+namespace {
+
+using cpu::Mamba2Function;
+using cpu::Mamba2Kernels;
+using cpu::Mamba2Task;
+
+Status check_parameters(const Mamba2Shape& shape, const Mamba2Params& params) {
+  if (!params.d.empty()) RSSM_RETURN_IF_ERROR(check_vector("mamba2 D", params.d, shape.heads));
+  if (!params.dt_bias.empty()) {
+    RSSM_RETURN_IF_ERROR(check_vector("mamba2 dt_bias", params.dt_bias, shape.heads));
+  }
+  if (!(params.dt_min >= 0.0f && params.dt_min <= params.dt_max)) {
+    return invalid_argument("mamba2 dt limits are ", params.dt_min, "..", params.dt_max,
+                            ", expected 0 <= dt_min <= dt_max");
+  }
+  return {};
+}
+
+Status check_operands(const Mamba2Shape& shape, DType activation, const Mamba2Operands& o) {
+  const std::int64_t tokens = o.x.rank > 0 ? o.x.shape[0] : 0;
+  const std::int64_t heads = shape.heads;
+  RSSM_RETURN_IF_ERROR(check_packed("mamba2 x", o.x, activation, {tokens, heads, shape.head_dim}));
+  RSSM_RETURN_IF_ERROR(
+      check_packed("mamba2 B", o.b, activation, {tokens, shape.groups, shape.state_size}));
+  RSSM_RETURN_IF_ERROR(
+      check_packed("mamba2 C", o.c, activation, {tokens, shape.groups, shape.state_size}));
+  const DType dt_type = o.dt.dtype == DType::kF32 ? DType::kF32 : activation;
+  RSSM_RETURN_IF_ERROR(check_packed("mamba2 dt", o.dt, dt_type, {tokens, heads}));
+  if (!o.z.empty()) {
+    RSSM_RETURN_IF_ERROR(
+        check_packed("mamba2 z", o.z, activation, {tokens, heads, shape.head_dim}));
+  }
+  RSSM_RETURN_IF_ERROR(check_packed("mamba2 y", o.y, activation, {tokens, heads, shape.head_dim}));
+  for (const TensorView& input : {o.x, o.b, o.c, o.dt, o.z}) {
+    if (!input.empty() && input.data == o.y.data) {
+      return invalid_argument("mamba2 y is the same memory as an input, expected its own");
+    }
+  }
+  return {};
+}
+
+const Mamba2Shape& mamba2_shape(const StatePool::Impl& pool, int layer) {
+  return std::get<Mamba2Shape>(pool.options.layers[static_cast<std::size_t>(layer)].recurrence);
+}
+
+/// What every row of a layer shares.
+Mamba2Task layer_task(const StatePool::Impl& pool, int layer) {
+  const Mamba2Shape& shape = mamba2_shape(pool, layer);
+  Mamba2Task task;
+  task.head_dim = shape.head_dim;
+  task.state_size = shape.state_size;
+  task.places = pool.options.limits.record_places();
+  task.a = pool.mamba2_a[static_cast<std::size_t>(layer)].data();
+  return task;
+}
+
+void point_at_slot(Mamba2Task& task, StatePool::Impl& pool, int layer, std::int32_t slot,
+                   const Cursor& cursor) {
+  const PageLayout& layout = pool.layout(layer);
+  task.checkpoint = pool.field(layer, slot, layout.field("checkpoint"));
+  task.checkpoint_in = cursor.checkpoint_position == 0 ? nullptr : task.checkpoint;
+  task.ring_x = pool.field(layer, slot, layout.field("x"));
+  task.ring_b = pool.field(layer, slot, layout.field("b"));
+  task.ring_dt = reinterpret_cast<float*>(pool.field(layer, slot, layout.field("dt")));
+  task.first_place = cursor.checkpoint_position % task.places;
+  task.live = cursor.live();
+}
+
+void set_parameters(Mamba2Task& task, const Mamba2Params& params) {
+  task.d = params.d.as<const float>();
+  task.dt_bias = params.dt_bias.as<const float>();
+  task.dt_softplus = params.dt_softplus;
+  task.dt_min = params.dt_min;
+  task.dt_max = params.dt_max;
+}
+
+void point_at_tokens(Mamba2Task& task, const StepRow& row, const Mamba2Operands& o) {
+  task.tokens = row.token_count;
+  task.x = at_token(o.x, row.token_begin);
+  task.b = at_token(o.b, row.token_begin);
+  task.c = at_token(o.c, row.token_begin);
+  task.dt = at_token(o.dt, row.token_begin);
+  task.dt_is_f32 = o.dt.dtype == DType::kF32;
+  task.z = at_token(o.z, row.token_begin);
+  task.y = at_token(o.y, row.token_begin);
+  task.x_token_stride = o.x.strides[0];
+  task.x_head_stride = o.x.strides[1];
+  task.b_token_stride = o.b.strides[0];
+  task.b_group_stride = o.b.strides[1];
+  task.c_token_stride = o.c.strides[0];
+  task.c_group_stride = o.c.strides[1];
+  task.dt_token_stride = o.dt.strides[0];
+  task.z_token_stride = o.z.strides[0];
+  task.z_head_stride = o.z.strides[1];
+  task.y_token_stride = o.y.strides[0];
+  task.y_head_stride = o.y.strides[1];
+}
+
+/// Work items are (row, group, part of the group's heads). The products B . C are shared by a
+/// group's heads and computed once per item, so a group is split only to keep threads busy.
+class WorkSplit {
+ public:
+  WorkSplit(const Mamba2Shape& shape, std::int64_t rows, int threads)
+      : groups_(shape.groups), heads_per_group_(shape.heads / shape.groups) {
+    constexpr std::int64_t kItemsPerThread = 4;
+    const std::int64_t items = std::max<std::int64_t>(1, rows * groups_);
+    const std::int64_t wanted = threads == 1 ? 1 : threads * kItemsPerThread;
+    parts_ = std::clamp<std::int64_t>((wanted + items - 1) / items, 1, heads_per_group_);
+  }
+
+  std::int64_t items_per_row() const { return groups_ * parts_; }
+
+  /// Restricts a row's task to item `index` of the row; false if the item is empty.
+  bool select(Mamba2Task& task, std::int64_t index) const {
+    const std::int64_t part = index % parts_;
+    const std::int64_t group_begin = index / parts_ * heads_per_group_;
+    task.group = index / parts_;
+    task.head_begin = group_begin + heads_per_group_ * part / parts_;
+    task.head_end = group_begin + heads_per_group_ * (part + 1) / parts_;
+    task.appends_b = part == 0;
+    return task.head_begin < task.head_end;
+  }
+
+ private:
+  std::int64_t groups_;
+  std::int64_t heads_per_group_;
+  std::int64_t parts_;
+};
+
+Mamba2Function function_for(const Mamba2Kernels& kernels, RowKind kind, const Cursor& cursor,
+                            ReplayLimits limits) {
+  if (kind == RowKind::kCommitted) return kernels.committed;
+  return tentative_row_flushes(cursor, limits) ? kernels.flush : kernels.tentative;
+}
+
+void zero_tokens(const TensorView& y, const StepRow& row) {
+  const std::size_t bytes = static_cast<std::size_t>(y.shape[2]) * size_of(y.dtype);
+  for (std::int64_t t = 0; t < row.token_count; ++t) {
+    std::byte* token = static_cast<std::byte*>(at_token(y, row.token_begin + t));
+    for (std::int64_t h = 0; h < y.shape[1]; ++h) {
+      std::memset(token + h * y.strides[1] * static_cast<std::int64_t>(size_of(y.dtype)), 0, bytes);
+    }
+  }
+}
+
+}  // namespace
+
+Status mamba2_step(const CpuContext& context, StatePool& pool, int layer, Step& step,
+                   const Mamba2Params& params, const Mamba2Operands& operands) {
+  StatePool::Impl& impl = pool.impl();
+  const StatePoolOptions& options = impl.options;
+  RSSM_RETURN_IF_ERROR(impl.enter(step, layer, StatePool::Impl::kRecurrencePart,
+                                  operands.x.rank > 0 ? operands.x.shape[0] : 0));
+  const Mamba2Shape& shape = mamba2_shape(impl, layer);
+  RSSM_RETURN_IF_ERROR(check_parameters(shape, params));
+  RSSM_RETURN_IF_ERROR(check_operands(shape, options.activation, operands));
+
+  const Mamba2Kernels& kernels =
+      cpu::mamba2_kernels(context.isa, options.checkpoint, options.activation);
+  const std::vector<StepRow>& rows = step.rows();
+  Mamba2Task base = layer_task(impl, layer);
+  set_parameters(base, params);
+  const WorkSplit split(shape, static_cast<std::int64_t>(rows.size()), context.thread_count());
+
+  const auto run_item = [&](std::int64_t item, int) {
+    const StepRow& row = rows[static_cast<std::size_t>(item / split.items_per_row())];
+    if (row.slot < 0) {
+      if (item % split.items_per_row() == 0) zero_tokens(operands.y, row);
+      return;
+    }
+    const Cursor& cursor = impl.slots[static_cast<std::size_t>(row.slot)].cursor;
+    Mamba2Task task = base;
+    point_at_slot(task, impl, layer, row.slot, cursor);
+    point_at_tokens(task, row, operands);
+    if (split.select(task, item % split.items_per_row())) {
+      function_for(kernels, row.kind, cursor, options.limits)(task);
+    }
+  };
+  context.parallel_for(static_cast<std::int64_t>(rows.size()) * split.items_per_row(), run_item);
+
+  for (const StepRow& row : rows) {
+    if (row.slot < 0) continue;
+    const Cursor& cursor = impl.slots[static_cast<std::size_t>(row.slot)].cursor;
+    impl.traffic += mamba2_row_traffic(shape, options.checkpoint, options.activation,
+                                       options.limits, row.kind, cursor, row.token_count);
+  }
+  StatePool::Impl::leave(step, layer, StatePool::Impl::kRecurrencePart);
+  return {};
+}
+
+Result<std::string> mamba2_explain(const CpuContext& context, const StatePool& pool, int layer) {
+  const StatePoolOptions& options = pool.options();
+  if (layer < 0 || layer >= pool.layer_count()) {
+    return invalid_argument("layer ", layer, " is out of range, expected 0..",
+                            pool.layer_count() - 1);
+  }
+  const Mamba2Shape& shape = mamba2_shape(pool.impl(), layer);
+  std::ostringstream out;
+  out << "mamba2 " << shape.heads << "x" << shape.head_dim << "x" << shape.state_size << ", "
+      << shape.groups << " groups: cpu " << to_string(context.isa) << ", checkpoint "
+      << to_string(options.checkpoint) << ", activation " << to_string(options.activation)
+      << ", exact flush; " << context.thread_count() << " threads over (row, group)";
+  return std::move(out).str();
+}
+
+StateTraffic mamba2_row_traffic(const Mamba2Shape& shape, DType checkpoint, DType activation,
+                                ReplayLimits limits, RowKind kind, const Cursor& cursor,
+                                std::int64_t token_count) {
+  const auto state = shape.state_elements() * static_cast<std::int64_t>(size_of(checkpoint));
+  const std::int64_t record = (shape.heads * shape.head_dim + shape.groups * shape.state_size) *
+                                  static_cast<std::int64_t>(size_of(activation)) +
+                              shape.heads * static_cast<std::int64_t>(sizeof(float));
+  StateTraffic traffic;
+  if (cursor.checkpoint_position > 0) traffic.checkpoint_read = state;
+  if (row_flushes(kind, cursor, limits)) traffic.checkpoint_written = state;
+  traffic.ring_read = cursor.live() * record;
+  if (kind == RowKind::kTentative) traffic.ring_written = token_count * record;
+  return traffic;
+}
+
+// ---- Folds outside of a step ----
+
+namespace {
+
+void run_fold(const CpuContext& context, const StatePool::Impl& pool, const Mamba2Shape& shape,
+              const Mamba2Task& base) {
+  const Mamba2Kernels& kernels =
+      cpu::mamba2_kernels(context.isa, pool.options.checkpoint, pool.options.activation);
+  const WorkSplit split(shape, 1, context.thread_count());
+  context.parallel_for(split.items_per_row(), [&](std::int64_t item, int) {
+    Mamba2Task task = base;
+    if (split.select(task, item)) kernels.fold(task);
+  });
+}
+
+}  // namespace
+
+void fold_between_slots(const CpuContext& context, StatePool::Impl& pool, int layer,
+                        std::int32_t src, std::int64_t count, std::int32_t dst) {
+  Mamba2Task task = layer_task(pool, layer);
+  point_at_slot(task, pool, layer, src, pool.slots[static_cast<std::size_t>(src)].cursor);
+  task.live = count;
+  task.checkpoint = pool.field(layer, dst, pool.layout(layer).field("checkpoint"));
+  run_fold(context, pool, mamba2_shape(pool, layer), task);
+}
+
+void fold_external(const CpuContext& context, StatePool::Impl& pool, int layer,
+                   const ExternalRecords& records, const std::byte* checkpoint, std::int64_t count,
+                   std::int32_t dst) {
+  Mamba2Task task = layer_task(pool, layer);
+  task.checkpoint_in = checkpoint;
+  task.checkpoint = pool.field(layer, dst, pool.layout(layer).field("checkpoint"));
+  // Kernels write to the ring only where they append, which a fold does not.
+  task.ring_x = records.at("x");
+  task.ring_b = records.at("b");
+  task.ring_dt = reinterpret_cast<float*>(records.at("dt"));
+  task.places = std::max<std::int64_t>(1, count);
+  task.live = count;
+  run_fold(context, pool, mamba2_shape(pool, layer), task);
+}
+
+}  // namespace replayssm

@@ -1,0 +1,47 @@
+// The one description of what a slot's page holds. Sizing, allocation, copy, poison, save and the
+// kernels' pointers all come from here.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "replayssm/state_pool.h"
+
+namespace replayssm {
+
+enum class FieldKind : std::uint8_t {
+  kCheckpoint,  // places == 1
+  kRecord,      // a ring over positions, window + draft_capacity places
+  kConv,        // a ring over positions of raw convolution inputs
+};
+
+/// A tensor (outer, places, inner) inside a page: the entry of position p is (:, p mod places, :).
+struct Field {
+  const char* name = "";
+  FieldKind kind = FieldKind::kCheckpoint;
+  DType dtype = DType::kF32;
+  std::int64_t outer = 0;
+  std::int64_t places = 1;
+  std::int64_t inner = 0;
+  std::size_t offset = 0;  // bytes from the page's start
+
+  std::size_t inner_bytes() const { return static_cast<std::size_t>(inner) * size_of(dtype); }
+  std::size_t entry_bytes() const { return static_cast<std::size_t>(outer) * inner_bytes(); }
+  std::size_t bytes() const { return static_cast<std::size_t>(places) * entry_bytes(); }
+};
+
+struct PageLayout {
+  std::vector<Field> fields;
+  std::size_t bytes = 0;  // from the first field's start to the last one's end
+
+  const Field& field(const char* name) const;
+};
+
+/// Checks geometry, types and limits; the layouts of all layers in order.
+Result<std::vector<PageLayout>> page_layouts(const StatePoolOptions& options);
+
+/// Bytes from one page to the next: the contents rounded up to the options' alignment.
+std::size_t page_stride(const PageLayout& layout, const StatePoolOptions& options);
+
+}  // namespace replayssm
