@@ -1,0 +1,1 @@
+rssm_add_test(backend_test ${CMAKE_CURRENT_LIST_DIR}/backend_test.cc LIBS rssm_engine)
