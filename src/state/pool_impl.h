@@ -33,6 +33,11 @@ struct StatePool::Impl {
   /// kReady, or the reason why not.
   Status check_ready(std::int32_t slot) const;
   Status check_rewind(std::int32_t slot, std::int64_t position, const char* what) const;
+  /// The step is one of this pool and has not ended; its slots may have left it.
+  Status check_open(const Step& step) const;
+  /// The row's slot is still inside the step.
+  bool holds(const Step& step, const StepRow& row) const;
+  /// check_open, and the step holds every slot of its rows.
   Status check_current(const Step& step) const;
   /// What a fold of the layer's records needs besides the records.
   Status check_parameters(int layer) const;
@@ -45,6 +50,9 @@ struct StatePool::Impl {
   }
   static constexpr Step::LayerPart kConvPart = Step::kConv;
   static constexpr Step::LayerPart kRecurrencePart = Step::kRecurrence;
+
+  /// Unique among all pools of the process, so that a step is never mistaken for another pool's.
+  static std::uint64_t next_generation();
 
   /// Gives `slot` a new sequence: the only place a slot becomes ready from scratch.
   void restart(std::int32_t slot, const Cursor& cursor);
@@ -65,7 +73,6 @@ struct StatePool::Impl {
   std::vector<std::vector<float>> mamba2_a;  // by layer; empty: not set
   std::byte* base = nullptr;
   std::shared_ptr<std::byte> owned;
-  std::uint64_t last_generation = 0;
   StateTraffic traffic;
 };
 

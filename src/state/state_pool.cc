@@ -1,6 +1,7 @@
 #include "replayssm/state_pool.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <limits>
 #include <new>
@@ -144,7 +145,11 @@ Result<StatePool> StatePool::create(StatePoolOptions options) {
     impl->base = options.storage.data();
   }
   impl->mamba2_a.resize(impl->layouts.size());
-  impl->slots.resize(static_cast<std::size_t>(options.slots));
+  try {
+    impl->slots.resize(static_cast<std::size_t>(options.slots));
+  } catch (const std::bad_alloc&) {
+    return resource_exhausted("cannot keep the cursors of ", options.slots, " slots");
+  }
   impl->options = std::move(options);
   if (impl->options.poison) {
     for (std::int64_t slot = 0; slot < impl->options.slots; ++slot) {
@@ -220,8 +225,28 @@ Status StatePool::Impl::check_rewind(std::int32_t slot, std::int64_t position,
   return {};
 }
 
-Status StatePool::Impl::check_current(const Step& step) const {
+std::uint64_t StatePool::Impl::next_generation() {
+  static std::atomic<std::uint64_t> last{0};
+  return last.fetch_add(1, std::memory_order_relaxed) + 1;
+}
+
+Status StatePool::Impl::check_open(const Step& step) const {
   if (step.generation_ == 0) return failed_precondition("the step has already ended");
+  if (step.done_.size() != layouts.size()) {
+    return failed_precondition("the step belongs to a pool of ", step.done_.size(),
+                               " layers, this one has ", layouts.size());
+  }
+  return {};
+}
+
+bool StatePool::Impl::holds(const Step& step, const StepRow& row) const {
+  if (static_cast<std::size_t>(row.slot) >= slots.size()) return false;
+  const Slot& slot = slots[static_cast<std::size_t>(row.slot)];
+  return slot.condition == SlotCondition::kInStep && slot.generation == step.generation_;
+}
+
+Status StatePool::Impl::check_current(const Step& step) const {
+  RSSM_RETURN_IF_ERROR(check_open(step));
   for (const StepRow& row : step.rows_) {
     if (row.slot < 0) continue;
     if (static_cast<std::size_t>(row.slot) >= slots.size()) {
@@ -229,7 +254,7 @@ Status StatePool::Impl::check_current(const Step& step) const {
                                  slots.size(), " slots");
     }
     const Slot& slot = slots[static_cast<std::size_t>(row.slot)];
-    if (slot.condition != SlotCondition::kInStep || slot.generation != step.generation_) {
+    if (!holds(step, row)) {
       return failed_precondition("slot ", row.slot, " is ", to_string(slot.condition),
                                  " at generation ", slot.generation,
                                  ", but the step holds it at generation ", step.generation_);
@@ -246,10 +271,6 @@ Status StatePool::Impl::enter(const Step& step, int layer, Step::LayerPart part,
     return failed_precondition("layer ", layer, " has no convolution");
   }
   RSSM_RETURN_IF_ERROR(check_current(step));
-  if (step.done_.size() != layouts.size()) {
-    return failed_precondition("the step belongs to a pool of ", step.done_.size(),
-                               " layers, this one has ", layouts.size());
-  }
   if ((step.done_[static_cast<std::size_t>(layer)] & part) != 0) {
     return failed_precondition("layer ", layer, ": the ",
                                part == Step::kConv ? "convolution" : "recurrence",
@@ -266,7 +287,7 @@ Status StatePool::Impl::enter(const Step& step, int layer, Step::LayerPart part,
 
 void StatePool::Impl::restart(std::int32_t slot, const Cursor& cursor) {
   slots[static_cast<std::size_t>(slot)] = {
-      .cursor = cursor, .condition = SlotCondition::kReady, .generation = ++last_generation};
+      .cursor = cursor, .condition = SlotCondition::kReady, .generation = next_generation()};
 }
 
 void StatePool::Impl::poison_slot(std::int32_t slot) {
@@ -329,7 +350,7 @@ Status StatePool::release(std::int32_t slot) {
   if (meta.condition == SlotCondition::kFree) {
     return failed_precondition("slot ", slot, " is already free");
   }
-  meta = {.cursor = {}, .condition = SlotCondition::kFree, .generation = ++impl_->last_generation};
+  meta = {.cursor = {}, .condition = SlotCondition::kFree, .generation = Impl::next_generation()};
   if (impl_->options.poison) impl_->poison_slot(slot);
   return {};
 }
@@ -413,7 +434,7 @@ Status StatePool::truncate(std::int32_t slot, std::int64_t position) {
   RSSM_RETURN_IF_ERROR(impl_->check_rewind(slot, position, "truncate"));
   Impl::Slot& meta = impl_->slots[static_cast<std::size_t>(slot)];
   meta.cursor.position = position;
-  meta.generation = ++impl_->last_generation;
+  meta.generation = Impl::next_generation();
   if (impl_->options.poison) impl_->poison_unused(slot);
   return {};
 }
@@ -449,7 +470,8 @@ Result<Step> StatePool::begin_step(std::span<const StepRow> rows) {
     }
   }
   step.rows_.assign(rows.begin(), rows.end());
-  step.generation_ = ++impl_->last_generation;
+  for (StepRow& row : step.rows_) row.parents = {};  // a chain, and the caller's memory
+  step.generation_ = Impl::next_generation();
   step.done_.assign(impl_->layouts.size(), 0);
   for (const StepRow& row : rows) {
     if (row.slot < 0) continue;
@@ -499,14 +521,16 @@ Status StatePool::commit(Step& step, std::span<const std::int64_t> accepted) {
 }
 
 Status StatePool::abort(Step& step) {
-  RSSM_RETURN_IF_ERROR(impl_->check_current(step));
+  RSSM_RETURN_IF_ERROR(impl_->check_open(step));
   const bool conv_ran = std::any_of(step.done_.begin(), step.done_.end(),
                                     [](auto done) { return (done & Step::kConv) != 0; });
   const bool recurrence_ran = std::any_of(step.done_.begin(), step.done_.end(), [](auto done) {
     return (done & Step::kRecurrence) != 0;
   });
   for (const StepRow& row : step.rows_) {
-    if (row.slot < 0) continue;
+    // A slot that left the step (reset, released, ...) is not the step's business any more; the
+    // others must not stay inside it.
+    if (row.slot < 0 || !impl_->holds(step, row)) continue;
     Impl::Slot& slot = impl_->slots[static_cast<std::size_t>(row.slot)];
     // Tentative tokens lie past the position, where nothing reads; a rewritten checkpoint, or a
     // committed row's inputs over the convolution's history, cannot be taken back.

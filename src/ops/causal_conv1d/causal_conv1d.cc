@@ -39,7 +39,7 @@ Status check_operands(const ConvShape& conv, DType activation, const CausalConv1
   if (!o.bias.empty()) {
     RSSM_RETURN_IF_ERROR(check_vector("convolution bias", o.bias, conv.channels));
   }
-  if (o.u.data == o.out.data) {
+  if (!o.u.empty() && o.u.data == o.out.data) {
     return invalid_argument("convolution out is the same memory as u, expected its own");
   }
   return {};

@@ -1,0 +1,63 @@
+// The subcommands. main.cc turns arguments into these structs; everything after that is here.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "replayssm/status.h"
+#include "runtime/engine.h"
+#include "runtime/sampler.h"
+
+namespace replayssm::app {
+
+struct CommonOptions {
+  std::string folder;
+  int threads = 0;  // 0: one per core
+  bool json = false;
+};
+
+struct PromptOptions {
+  std::string text;
+  std::string file;
+};
+
+struct GenerateCommand {
+  CommonOptions common;
+  PromptOptions prompt;
+  std::int64_t max_tokens = 128;
+  DecodeMode decode = DecodeMode::kAuto;
+  int window = 16;
+  DType state = DType::kF32;
+  SamplingOptions sampling;
+  std::vector<std::string> stop;
+  bool ignore_eos = false;
+};
+
+struct CompareCommand {
+  CommonOptions common;
+  PromptOptions prompt;
+  std::int64_t max_tokens = 128;
+  std::vector<int> windows{1, 4, 16, 32};
+};
+
+struct InspectCommand {
+  CommonOptions common;
+  std::string memory;  // empty: not asked
+  std::int64_t context = 4096;
+  int window = 16;
+  int draft = 1;
+};
+
+struct PerplexityCommand {
+  CommonOptions common;
+  std::string file;
+  std::int64_t context = 0;  // 0: what the model was trained for, at most 2048
+};
+
+Status run(const GenerateCommand& command);
+Status run(const CompareCommand& command);
+Status run(const InspectCommand& command);
+Status run(const PerplexityCommand& command);
+
+}  // namespace replayssm::app

@@ -1,0 +1,128 @@
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "progress.h"
+#include "report.h"
+#include "session.h"
+
+namespace replayssm::app {
+namespace {
+
+struct Setting {
+  DecodeMode decode;
+  int window;
+  DType state;
+};
+
+std::vector<Setting> settings(const CompareCommand& command) {
+  std::vector<Setting> list{{DecodeMode::kPlain, 1, DType::kF32}};
+  for (const int window : command.windows) {
+    list.push_back({DecodeMode::kReplay, window, DType::kF32});
+  }
+  list.push_back({DecodeMode::kAuto, 16, DType::kF32});
+  list.push_back({DecodeMode::kPlain, 1, DType::kBF16});
+  list.push_back({DecodeMode::kReplay, 16, DType::kBF16});
+  list.push_back({DecodeMode::kAuto, 16, DType::kBF16});
+  return list;
+}
+
+/// Where a run leaves the first run's tokens.
+struct Difference {
+  std::size_t index;
+  std::int32_t expected;
+  std::int32_t found;
+  float margin;  // of the expected token over the runner-up, in logits
+};
+
+std::optional<Difference> first_difference(const Generation& reference, const Generation& other) {
+  const std::size_t count = std::min(reference.tokens.size(), other.tokens.size());
+  for (std::size_t i = 0; i < count; ++i) {
+    if (reference.tokens[i] != other.tokens[i]) {
+      return Difference{i, reference.tokens[i], other.tokens[i], reference.margins[i]};
+    }
+  }
+  return std::nullopt;
+}
+
+Json difference_json(const std::optional<Difference>& difference) {
+  if (!difference) return nullptr;
+  return {{"index", difference->index},
+          {"expected", difference->expected},
+          {"found", difference->found},
+          {"margin", difference->margin}};
+}
+
+std::string verdict(const std::optional<Difference>& difference) {
+  if (!difference) return "same tokens";
+  return fmt::format("differs at token {} (margin {:.2g})", difference->index, difference->margin);
+}
+
+void print_row(const Run& run, const Run& reference, const std::string& tokens) {
+  const TrafficPerToken traffic = traffic_per_token(run.generation);
+  fmt::print("{:<18} {:<6} {:>9.1f} {:>7.2f}x {:>11} {:>11} {:>14}   {}\n", decode_text(run),
+             to_string(run.state), tokens_per_second(run.generation),
+             tokens_per_second(run.generation) / tokens_per_second(reference.generation),
+             bytes_text(traffic.read), bytes_text(traffic.written),
+             bytes_text(traffic.checkpoint_written), tokens);
+}
+
+}  // namespace
+
+Status run(const CompareCommand& command) {
+  RSSM_ASSIGN_OR_RETURN(const std::unique_ptr<Session> session, load_session(command.common));
+  RSSM_ASSIGN_OR_RETURN(const std::vector<std::int32_t> prompt,
+                        encode_prompt(*session, command.prompt));
+  const std::vector<Setting> list = settings(command);
+  GenerateOptions options;
+  options.max_tokens = command.max_tokens;  // end-of-text tokens do not end a comparison
+  options.keep_margins = true;
+
+  std::vector<Run> runs;
+  Progress progress("comparing");
+  for (const Setting& setting : list) {
+    std::int64_t done = 0;
+    const auto sink = [&](std::int32_t) -> Result<bool> {
+      progress.show(
+          static_cast<double>(static_cast<std::int64_t>(runs.size()) * options.max_tokens + ++done),
+          static_cast<double>(static_cast<std::int64_t>(list.size()) * options.max_tokens));
+      return true;
+    };
+    RSSM_ASSIGN_OR_RETURN(Run run, run_generation(*session, prompt, setting.decode, setting.window,
+                                                  setting.state, options, sink));
+    runs.push_back(std::move(run));
+  }
+
+  bool identical = true;
+  Json json_runs = Json::array();
+  std::vector<std::string> verdicts;
+  for (const Run& run : runs) {
+    const std::optional<Difference> difference =
+        first_difference(runs.front().generation, run.generation);
+    if (run.state == DType::kF32 && difference) identical = false;
+    verdicts.push_back(verdict(difference));
+    RSSM_ASSIGN_OR_RETURN(const std::string text,
+                          session->tokenizer->decode(run.generation.tokens, true));
+    Json json = run_json(*session, run, text);
+    json["first_difference"] = difference_json(difference);
+    json_runs.push_back(std::move(json));
+  }
+  if (command.common.json) {
+    print_json({{"runs", std::move(json_runs)}, {"identical", identical}});
+    return {};
+  }
+
+  RSSM_ASSIGN_OR_RETURN(const std::string text,
+                        session->tokenizer->decode(runs.front().generation.tokens, true));
+  fmt::print("{}\n\n", text);
+  fmt::print("{} prompt + {} generated tokens each, greedy; {} thread(s), {}\n\n", prompt.size(),
+             command.max_tokens, session->context.thread_count(), to_string(session->context.isa));
+  fmt::print("{:<18} {:<6} {:>9} {:>8} {:>11} {:>11} {:>14}   {}\n", "decode", "state", "tokens/s",
+             "speed", "read/token", "write/token", "state rewrites", "against plain f32");
+  for (std::size_t i = 0; i < runs.size(); ++i) print_row(runs[i], runs.front(), verdicts[i]);
+  fmt::print("\nf32 runs: {}\n", identical ? "all tokens identical" : "tokens differ");
+  return {};
+}
+
+}  // namespace replayssm::app

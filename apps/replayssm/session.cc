@@ -1,0 +1,105 @@
+#include "session.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "backend/cpu/cpu_backend.h"
+#include "io/file.h"
+#include "progress.h"
+
+namespace replayssm::app {
+namespace {
+
+constexpr std::uint64_t kMaxPromptBytes = std::uint64_t{256} << 20;
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+int default_threads() { return std::max(1, static_cast<int>(std::thread::hardware_concurrency())); }
+
+}  // namespace
+
+Result<std::unique_ptr<Session>> load_session(const CommonOptions& options) {
+  auto session = std::make_unique<Session>();
+  const double start = now();
+  RSSM_ASSIGN_OR_RETURN(const CpuIsa isa, select_isa());
+  session->threads =
+      std::make_unique<ThreadPool>(options.threads > 0 ? options.threads : default_threads());
+  session->context = {.threads = session->threads.get(), .isa = isa};
+  session->backend = std::make_shared<CpuBackend>(session->context);
+
+  Progress progress("loading");
+  RSSM_ASSIGN_OR_RETURN(
+      session->model,
+      load_model(options.folder, *session->backend, [&](std::uint64_t done, std::uint64_t total) {
+        progress.show(static_cast<double>(done), static_cast<double>(total));
+      }));
+  RSSM_ASSIGN_OR_RETURN(Tokenizer tokenizer, Tokenizer::load(options.folder + "/tokenizer.json"));
+  if (tokenizer.vocab_size() > session->model->description().vocab_size) {
+    return invalid_argument(options.folder, "/tokenizer.json: has ", tokenizer.vocab_size(),
+                            " token ids, the model's vocabulary has ",
+                            session->model->description().vocab_size);
+  }
+  session->tokenizer = std::make_unique<Tokenizer>(std::move(tokenizer));
+  RSSM_ASSIGN_OR_RETURN(const ModelDescription description, describe_model(options.folder));
+  session->stop_tokens = description.eos;
+  session->load_seconds = now() - start;
+  return session;
+}
+
+Result<std::vector<std::int32_t>> encode_prompt(const Session& session,
+                                                const PromptOptions& prompt) {
+  std::string text = prompt.text;
+  if (!prompt.file.empty()) {
+    RSSM_ASSIGN_OR_RETURN(text, read_file(prompt.file, kMaxPromptBytes));
+  }
+  Result<std::vector<std::int32_t>> ids = session.tokenizer->encode(text, true);
+  if (!ids.ok()) {
+    return make_status(ids.status().code(),
+                       prompt.file.empty() ? std::string("--prompt") : prompt.file, ": ",
+                       ids.status().message());
+  }
+  if (ids->empty()) {
+    const std::optional<std::int32_t> bos = session.model->description().bos;
+    if (!bos) return invalid_argument("the prompt is empty and the model names no bos_token_id");
+    ids->push_back(*bos);
+  }
+  return ids;
+}
+
+Result<Run> run_generation(const Session& session, std::span<const std::int32_t> prompt,
+                           DecodeMode decode, int window, DType state,
+                           const GenerateOptions& options, const TokenSink& sink) {
+  EngineOptions engine_options;
+  engine_options.decode = decode;
+  engine_options.window = window;
+  engine_options.state = state;
+  engine_options.context = static_cast<std::int64_t>(prompt.size()) + options.max_tokens;
+  RSSM_ASSIGN_OR_RETURN(
+      const std::unique_ptr<Engine> engine,
+      Engine::create(session.model, session.backend, session.context, engine_options));
+  Run run;
+  run.decode = decode;
+  run.plan = engine->plan();
+  run.state = state;
+  RSSM_ASSIGN_OR_RETURN(run.generation, generate(*engine, prompt, options, sink));
+  return run;
+}
+
+TrafficPerToken traffic_per_token(const Generation& generation) {
+  const StateTraffic& t = generation.traffic;
+  const double steps = static_cast<double>(std::max<std::int64_t>(1, generation.decode_steps));
+  return {.read = static_cast<double>(t.checkpoint_read + t.ring_read) / steps,
+          .written = static_cast<double>(t.checkpoint_written + t.ring_written) / steps,
+          .checkpoint_written = static_cast<double>(t.checkpoint_written) / steps};
+}
+
+double tokens_per_second(const Generation& generation) {
+  return generation.decode_seconds > 0
+             ? static_cast<double>(generation.tokens.size()) / generation.decode_seconds
+             : 0.0;
+}
+
+}  // namespace replayssm::app

@@ -1,0 +1,88 @@
+// What the runtime knows of a model: its sizes, and a forward pass over packed rows.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "backend/backend.h"
+#include "io/checkpoint.h"
+#include "model/config_reader.h"
+#include "replayssm/state_pool.h"
+
+namespace replayssm {
+
+/// Blocks by kind.
+struct LayerCounts {
+  int ssm = 0;
+  int attention = 0;
+  int mlp = 0;
+  int moe = 0;
+};
+
+/// All that sizing needs, from config.json alone.
+struct ModelDescription {
+  std::string model_type;
+  LayerCounts layers;
+  std::vector<LayerSpec> ssm_layers;  // in order
+  std::int64_t kv_heads = 0;
+  std::int64_t kv_head_dim = 0;
+  DType dtype = DType::kBF16;  // of the weights as published, and of the KV cache
+  std::int64_t hidden_size = 0;
+  std::int64_t vocab_size = 0;
+  std::int64_t max_position = 0;  // longest context trained for; 0: unknown
+  std::optional<std::int32_t> bos;
+  std::vector<std::int32_t> eos;
+};
+
+/// Tokens of a forward pass: rows ascending and disjoint, covering [0, tokens.size()).
+struct ForwardInput {
+  std::span<const ForwardRow> rows;
+  std::span<const std::int32_t> tokens;
+  /// Of each row, how many of its last tokens need logits.
+  std::span<const std::int64_t> logit_counts;
+};
+
+class Model {
+ public:
+  virtual ~Model() = default;
+
+  virtual const ModelDescription& description() const = 0;
+
+  /// Hands the pool what its layers need beyond geometry.
+  virtual Status bind(StatePool& pool) const = 0;
+
+  /// Runs all layers for one step. `logits` (sum of logit_counts, vocab_size) f32, in row order.
+  /// On failure the step cannot be committed.
+  virtual Status forward(Backend& backend, StatePool& pool, Step& step, KvCache& cache,
+                         const ForwardInput& input, const TensorView& logits) = 0;
+};
+
+/// One architecture: how to read its configuration and its weights.
+struct ModelFamily {
+  const char* model_type;
+  Result<ModelDescription> (*describe)(ConfigReader& config);
+  Result<std::unique_ptr<Model>> (*load)(ConfigReader& config,
+                                         std::shared_ptr<const Checkpoint> weights,
+                                         Backend& backend);
+};
+
+/// The family of a configuration's model_type; kUnsupported naming it and what is supported.
+Result<const ModelFamily*> find_family(ConfigReader& config);
+
+/// A Hugging Face model folder's config.json, with end-of-text tokens from generation_config.json
+/// where present.
+Result<ModelDescription> describe_model(const std::string& folder);
+
+/// Called with bytes read and in all.
+using LoadProgress = std::function<void(std::uint64_t done, std::uint64_t total)>;
+
+/// Reads config.json, maps the weights and brings them into memory.
+Result<std::unique_ptr<Model>> load_model(const std::string& folder, Backend& backend,
+                                          const LoadProgress& progress = {});
+
+}  // namespace replayssm

@@ -1,0 +1,123 @@
+// Engine: a loaded model, its state pool and KV cache, and the step that advances sequences.
+//
+// An engine knows slots, positions and rows; text, sampling and stopping belong to generate.h. Many
+// sequences share one step with prompt chunks, plain, replay and verify rows mixed at will, and no
+// sequence's numbers depend on the others.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "backend/backend.h"
+#include "backend/kv_cache.h"
+#include "model/model.h"
+#include "replayssm/decode_plan.h"
+#include "replayssm/state_pool.h"
+
+namespace replayssm {
+
+enum class DecodeMode : std::uint8_t { kPlain, kReplay, kAuto };
+
+const char* to_string(DecodeMode mode);
+
+struct EngineOptions {
+  DecodeMode decode = DecodeMode::kAuto;
+  int window = 16;         // L, for replay
+  int draft_capacity = 1;  // T: most tokens a verify row carries
+  DType state = DType::kF32;
+  std::optional<DType> kv;      // type of the KV cache; the model's if not set
+  std::int64_t sequences = 1;   // that can be open at once
+  std::int64_t context = 4096;  // tokens a sequence can hold
+  bool poison = false;
+  /// Bytes states, rings and KV cache of all sequences may take; 0: no limit.
+  std::size_t memory = 0;
+};
+
+/// Bytes per sequence, by the functions that allocate them.
+struct SequenceBytes {
+  SlotBytes state;
+  std::size_t kv_per_token = 0;
+
+  std::size_t total(std::int64_t context) const {
+    return state.total + kv_per_token * static_cast<std::size_t>(context);
+  }
+};
+
+/// The pool an engine with these options creates; the engine and sizing both use it.
+StatePoolOptions pool_options(const ModelDescription& model, const EngineOptions& options);
+KvCacheOptions kv_options(const ModelDescription& model, const EngineOptions& options);
+Result<SequenceBytes> sequence_bytes(const ModelDescription& model, const EngineOptions& options);
+
+/// What a row of a step is for.
+enum class Phase : std::uint8_t {
+  kPrompt,  // known tokens: folded into the checkpoint
+  kDecode,  // one token after the prompt: in place or by replay, as the engine decodes
+  kVerify,  // one accepted token and drafts: always by replay
+};
+
+struct Work {
+  std::int32_t sequence = -1;
+  Phase phase = Phase::kDecode;
+  std::span<const std::int32_t> tokens;
+  std::int64_t logits = 1;  // how many of the last tokens need logits
+};
+
+class Engine {
+ public:
+  /// `threads` must outlive the engine. Fails before any large allocation if the sequences do not
+  /// fit into options.memory, naming how many would.
+  static Result<std::unique_ptr<Engine>> create(std::shared_ptr<Model> model,
+                                                std::shared_ptr<Backend> backend,
+                                                const CpuContext& context,
+                                                const EngineOptions& options);
+
+  const ModelDescription& model() const { return model_->description(); }
+  const EngineOptions& options() const { return options_; }
+  /// How kDecode rows run, and why.
+  const DecodePlan& plan() const { return plan_; }
+  StatePool& pool() { return pool_; }
+
+  Result<std::int32_t> open();
+  Status close(std::int32_t sequence);
+  /// Tokens accepted so far.
+  Result<std::int64_t> position(std::int32_t sequence) const;
+
+  /// Runs one step and commits it. Verify rows need run() and commit() apart; here all tokens are
+  /// accepted. Logits: (sum of work.logits, vocab_size), in order, valid until the next step. On
+  /// failure sequences whose state was touched are invalid: close them.
+  Result<std::span<const float>> advance(std::span<const Work> work);
+
+  /// The two halves of advance, for callers that decide after seeing logits how many of a row's
+  /// tokens to accept.
+  Result<std::span<const float>> run(std::span<const Work> work);
+  Status commit(std::span<const std::int64_t> accepted);
+
+  /// State traffic of decode and verify steps since the last call.
+  StateTraffic take_decode_traffic();
+
+ private:
+  Engine(std::shared_ptr<Model> model, std::shared_ptr<Backend> backend, StatePool pool,
+         KvCache cache, const EngineOptions& options, DecodePlan plan);
+
+  Status check(std::span<const Work> work) const;
+
+  std::shared_ptr<Model> model_;
+  std::shared_ptr<Backend> backend_;
+  StatePool pool_;
+  KvCache cache_;
+  EngineOptions options_;
+  DecodePlan plan_;
+  std::optional<Step> step_;  // between run and commit
+  std::vector<StepRow> step_rows_;
+  std::vector<ForwardRow> rows_;
+  std::vector<std::int32_t> tokens_;
+  std::vector<std::int64_t> logit_counts_;
+  std::vector<float> logits_;
+  StateTraffic decode_traffic_;
+};
+
+}  // namespace replayssm
