@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,9 +18,10 @@ struct CommonOptions {
   bool json = false;
 };
 
+/// One of the two.
 struct PromptOptions {
-  std::string text;
-  std::string file;
+  std::optional<std::string> text;
+  std::optional<std::string> file;
 };
 
 struct GenerateCommand {
@@ -43,7 +45,7 @@ struct CompareCommand {
 
 struct InspectCommand {
   CommonOptions common;
-  std::string memory;  // empty: not asked
+  std::optional<std::string> memory;  // such as 8GiB
   std::int64_t context = 4096;
   int window = 16;
   int draft = 1;
@@ -54,6 +56,10 @@ struct PerplexityCommand {
   std::string file;
   std::int64_t context = 0;  // 0: what the model was trained for, at most 2048
 };
+
+/// What a parser of options cannot see: a failure is one of the command line.
+Status check(const GenerateCommand& command);
+Status check(const InspectCommand& command);
 
 Status run(const GenerateCommand& command);
 Status run(const CompareCommand& command);

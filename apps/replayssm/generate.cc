@@ -44,8 +44,12 @@ class TextStream {
 
 }  // namespace
 
-Status run(const GenerateCommand& command) {
+Status check(const GenerateCommand& command) {
   RSSM_RETURN_IF_ERROR(validate(command.sampling));
+  return StopStrings::create(command.stop).status();
+}
+
+Status run(const GenerateCommand& command) {
   RSSM_ASSIGN_OR_RETURN(StopStrings stops, StopStrings::create(command.stop));
   RSSM_ASSIGN_OR_RETURN(const std::unique_ptr<Session> session, load_session(command.common));
   RSSM_ASSIGN_OR_RETURN(const std::vector<std::int32_t> prompt,

@@ -21,7 +21,7 @@ Result<std::size_t> parse_bytes(const std::string& text) {
       {"", 1},      {"B", 1},        {"KB", 1e3},     {"MB", 1e6},     {"GB", 1e9},
       {"TB", 1e12}, {"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}};
   for (const auto& [name, factor] : units) {
-    if (error == std::errc() && unit == name && value > 0 && value * factor < 0x1p62) {
+    if (error == std::errc() && unit == name && value * factor >= 1 && value * factor < 0x1p62) {
       return static_cast<std::size_t>(value * factor);
     }
   }
@@ -50,10 +50,14 @@ Result<Sizes> sizes(const ModelDescription& model, EngineOptions options) {
 
 }  // namespace
 
+Status check(const InspectCommand& command) {
+  return command.memory ? parse_bytes(*command.memory).status() : Status();
+}
+
 Status run(const InspectCommand& command) {
-  std::size_t memory = 0;
-  if (!command.memory.empty()) {
-    RSSM_ASSIGN_OR_RETURN(memory, parse_bytes(command.memory));
+  std::size_t memory = 0;  // not asked
+  if (command.memory) {
+    RSSM_ASSIGN_OR_RETURN(memory, parse_bytes(*command.memory));
   }
   RSSM_ASSIGN_OR_RETURN(const ModelDescription model, describe_model(command.common.folder));
   EngineOptions options;

@@ -1,9 +1,14 @@
 // replayssm: the command line. Results go to stdout, everything else to stderr. Exit status: 0, 2
 // for a wrong command line, 1 for any other failure.
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <charconv>
 #include <cstdio>
+#include <exception>
 #include <functional>
 #include <map>
+#include <string>
+#include <vector>
 
 #include "commands.h"
 #include "replayssm/cursor.h"
@@ -13,6 +18,7 @@ namespace {
 using namespace replayssm;       // NOLINT(google-build-using-namespace): a program
 using namespace replayssm::app;  // NOLINT(google-build-using-namespace)
 
+using Names = std::vector<std::string>;
 const std::map<std::string, DecodeMode> kDecodeModes{
     {"plain", DecodeMode::kPlain}, {"replay", DecodeMode::kReplay}, {"auto", DecodeMode::kAuto}};
 const std::map<std::string, DType> kStateTypes{{"f32", DType::kF32}, {"bf16", DType::kBF16}};
@@ -43,16 +49,19 @@ void add_prompt(CLI::App& app, PromptOptions& prompt, std::int64_t& max_tokens) 
 void add_generate(CLI::App& app, GenerateCommand& command) {
   add_common(app, command.common);
   add_prompt(app, command.prompt, command.max_tokens);
-  app.add_option("--decode", command.decode,
-                 "plain: rewrite the state for every token; replay: read a checkpoint and a ring "
-                 "of recent inputs, rewrite once per window; auto: whichever should be faster")
-      ->transform(CLI::CheckedTransformer(kDecodeModes).description(""))
+  app.add_option_function<std::string>(
+         "--decode", [&](const std::string& name) { command.decode = kDecodeModes.at(name); },
+         "plain: rewrite the state for every token; replay: read a checkpoint and a ring of recent "
+         "inputs, rewrite once per window; auto: whichever should be faster")
+      ->check(CLI::IsMember(Names{"plain", "replay", "auto"}))
       ->option_text("plain|replay|auto [auto]");
   app.add_option("--window", command.window, "Records replayed before the state is rewritten")
       ->check(kWindow)
       ->capture_default_str();
-  app.add_option("--state", command.state, "Type of the stored state")
-      ->transform(CLI::CheckedTransformer(kStateTypes).description(""))
+  app.add_option_function<std::string>(
+         "--state", [&](const std::string& name) { command.state = kStateTypes.at(name); },
+         "Type of the stored state")
+      ->check(CLI::IsMember(Names{"f32", "bf16"}))
       ->option_text("f32|bf16 [f32]");
   app.add_option("--temperature", command.sampling.temperature, "0: greedy")->capture_default_str();
   app.add_option("--top-k", command.sampling.top_k, "Sample among the k likeliest; 0: all")
@@ -62,20 +71,41 @@ void add_generate(CLI::App& app, GenerateCommand& command) {
   app.add_option("--min-p", command.sampling.min_p,
                  "Sample among tokens at least this likely relative to the likeliest")
       ->capture_default_str();
-  app.add_option("--seed", command.sampling.seed, "Seed of the sampling")->capture_default_str();
+  app.add_option("--seed", command.sampling.seed, "Seed of the sampling")
+      ->check(CLI::NonNegativeNumber.description(""))
+      ->capture_default_str();
   app.add_option("--stop", command.stop, "Stop before this text (may be repeated)")
       ->allow_extra_args(false);
   app.add_flag("--ignore-eos", command.ignore_eos, "Do not stop at the model's end-of-text tokens");
   add_threads(app, command.common);
 }
 
+/// "1,4,16". By hand, because CLI11's lists pass over empty entries.
+std::vector<int> windows(const std::string& list) {
+  std::vector<int> out;
+  for (std::size_t begin = 0; begin <= list.size();) {
+    const std::size_t end = std::min(list.find(',', begin), list.size());
+    const std::string entry = list.substr(begin, end - begin);
+    int window = 0;
+    const auto [rest, error] = std::from_chars(entry.data(), entry.data() + entry.size(), window);
+    if (error != std::errc() || rest != entry.data() + entry.size() || window < 1 ||
+        window > ReplayLimits::kMaxWindow) {
+      throw CLI::ValidationError("--windows", "'" + entry + "' is no window, expected 1 to " +
+                                                  std::to_string(ReplayLimits::kMaxWindow));
+    }
+    out.push_back(window);
+    begin = end + 1;
+  }
+  return out;
+}
+
 void add_compare(CLI::App& app, CompareCommand& command) {
   add_common(app, command.common);
   add_prompt(app, command.prompt, command.max_tokens);
-  app.add_option("--windows", command.windows, "Replay windows to try")
-      ->delimiter(',')
-      ->check(kWindow)
-      ->capture_default_str();
+  app.add_option_function<std::string>(
+         "--windows", [&](const std::string& list) { command.windows = windows(list); },
+         "Replay windows to try")
+      ->option_text("LIST [1,4,16,32]");
   add_threads(app, command.common);
 }
 
@@ -103,22 +133,57 @@ void add_perplexity(CLI::App& app, PerplexityCommand& command) {
   add_threads(app, command.common);
 }
 
+template <typename Command>
+Status check_command(const Command& command) {
+  if constexpr (requires { check(command); }) {
+    return check(command);
+  } else {
+    return {};
+  }
+}
+
+/// One line on stderr, whatever the message quotes.
+int fail(std::string message, int exit_status) {
+  for (char& c : message) {
+    if (static_cast<unsigned char>(c) < 0x20) c = '?';
+  }
+  std::fprintf(stderr, "replayssm: %s\n", message.c_str());
+  return exit_status;
+}
+
+/// The standard library's exceptions: no memory, or stdout gone while fmt writes to it.
+Status run_command(const std::function<Status()>& command) {
+  try {
+    RSSM_RETURN_IF_ERROR(command());
+  } catch (const std::exception& error) {
+    return Status(StatusCode::kInternal, error.what());
+  }
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+    return Status(StatusCode::kInternal, "cannot write to the standard output");
+  }
+  return {};
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   CLI::App app("Runs hybrid state-space language models with replay decoding.", "replayssm");
-  app.require_subcommand(1);
+  app.require_subcommand(0, 1);  // none is refused below: CLI11 would not name an unknown one
   app.set_version_flag("--version", RSSM_VERSION);
 
   GenerateCommand generate;
   CompareCommand compare;
   InspectCommand inspect;
   PerplexityCommand perplexity;
-  std::map<CLI::App*, std::function<Status()>> commands;
+  struct Functions {
+    std::function<Status()> check, run;
+  };
+  std::map<CLI::App*, Functions> commands;
   const auto add = [&](const char* name, const char* help, auto add_options, auto& command) {
     CLI::App* sub = app.add_subcommand(name, help);
     add_options(*sub, command);
-    commands[sub] = [&command] { return run(command); };
+    commands[sub] = {[&command] { return check_command(command); },
+                     [&command] { return run(command); }};
   };
   add("generate", "Generate text", add_generate, generate);
   add("compare",
@@ -133,11 +198,11 @@ int main(int argc, char** argv) {
   } catch (const CLI::Success& done) {  // --help, --version
     return app.exit(done);
   } catch (const CLI::ParseError& error) {
-    std::fprintf(stderr, "replayssm: %s (see --help)\n", error.what());
-    return 2;
+    return fail(error.what() + std::string(" (see --help)"), 2);
   }
-  const Status status = commands.at(app.get_subcommands().front())();
-  if (status.ok()) return 0;
-  std::fprintf(stderr, "replayssm: %s\n", status.message().c_str());
-  return 1;
+  if (app.get_subcommands().empty()) return fail("a subcommand is required (see --help)", 2);
+  const Functions& command = commands.at(app.get_subcommands().front());
+  if (const Status status = command.check(); !status.ok()) return fail(status.message(), 2);
+  const Status status = run_command(command.run);
+  return status.ok() ? 0 : fail(status.message(), 1);
 }

@@ -51,14 +51,13 @@ Result<std::unique_ptr<Session>> load_session(const CommonOptions& options) {
 
 Result<std::vector<std::int32_t>> encode_prompt(const Session& session,
                                                 const PromptOptions& prompt) {
-  std::string text = prompt.text;
-  if (!prompt.file.empty()) {
-    RSSM_ASSIGN_OR_RETURN(text, read_file(prompt.file, kMaxPromptBytes));
+  std::string text = prompt.text.value_or("");
+  if (prompt.file) {
+    RSSM_ASSIGN_OR_RETURN(text, read_file(*prompt.file, kMaxPromptBytes));
   }
   Result<std::vector<std::int32_t>> ids = session.tokenizer->encode(text, true);
   if (!ids.ok()) {
-    return make_status(ids.status().code(),
-                       prompt.file.empty() ? std::string("--prompt") : prompt.file, ": ",
+    return make_status(ids.status().code(), prompt.file.value_or("--prompt"), ": ",
                        ids.status().message());
   }
   if (ids->empty()) {

@@ -11,10 +11,10 @@ namespace replayssm {
 
 struct DecodePlan {
   bool replay = false;
-  int window = 0;                // L; 0 for plain (in-place) decoding
-  double plain_seconds = 0;      // estimates per token of one sequence, over all layers
+  int window = 0;            // L; 0 for plain (in-place) decoding
+  double plain_seconds = 0;  // estimates per token of one sequence, over all layers
   double replay_seconds = 0;
-  std::string reason;            // one line for a person
+  std::string reason;  // one line for a person
 };
 
 /// Decides for decoding `sequences` sequences together, one token each, on `context`. Uses layers,
@@ -25,10 +25,10 @@ struct DecodePlan {
 ///   plain   states read and written once per token
 ///   replay  states read once per token, written once per window; records read, appended and folded
 ///
-/// On a CPU a write that follows a read costs nearly nothing while a fold costs arithmetic, so plain
-/// usually wins for f32 states and replay for bf16 ones, which it rounds once per window instead of
-/// once per token: where replay costs less than plain or is needed for a bf16 state's accuracy and
-/// costs little more, replay is chosen.
+/// On a CPU a write that follows a read costs nearly nothing while a fold costs arithmetic, so
+/// plain usually wins for f32 states and replay for bf16 ones, which it rounds once per window
+/// instead of once per token: where replay costs less than plain or is needed for a bf16 state's
+/// accuracy and costs little more, replay is chosen.
 Result<DecodePlan> choose_decode(const CpuContext& context, const StatePoolOptions& options,
                                  std::int64_t sequences);
 

@@ -8,9 +8,10 @@
 namespace replayssm {
 namespace {
 
-// A decode step issues a parallel_for every few tens of microseconds, so a worker spins about that
-// long before it sleeps: waking a sleeping thread costs more than most steps take.
-constexpr int kSpins = 20000;
+// A decode step issues a parallel_for every few tens of microseconds, so a worker spins for 50 to
+// 200 microseconds (a pause is 40 cycles on some processors, 140 on others) before it sleeps:
+// waking a sleeping thread costs more than most parts of a step take.
+constexpr int kSpins = 4000;
 
 inline void pause() {
 #if defined(__x86_64__)

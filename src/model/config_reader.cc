@@ -2,18 +2,23 @@
 
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "io/quote.h"
 
 namespace replayssm {
 namespace {
 
+/// The JSON library copies and prints values recursively, so nesting is limited before it sees any.
+constexpr int kMaxNesting = 64;
+
 /// Python writes Infinity and NaN, which JSON does not have. Outside of strings they become a
-/// number beyond any limit and null.
-std::string with_json_numbers(std::string_view text) {
+/// number beyond any limit and a string, which no number is read from.
+Result<std::string> with_json_numbers(std::string_view text, const std::string& name) {
   std::string out;
   out.reserve(text.size());
   bool in_string = false;
+  int nesting = 0;
   for (std::size_t i = 0; i < text.size();) {
     if (in_string && text[i] == '\\' && i + 1 < text.size()) {
       out.append(text.substr(i, 2));
@@ -21,11 +26,15 @@ std::string with_json_numbers(std::string_view text) {
       continue;
     }
     if (text[i] == '"') in_string = !in_string;
+    if (!in_string && (text[i] == '[' || text[i] == '{') && ++nesting > kMaxNesting) {
+      return data_loss(name, ": nested more than ", kMaxNesting, " levels deep");
+    }
+    if (!in_string && (text[i] == ']' || text[i] == '}')) --nesting;
     if (!in_string && text.substr(i).starts_with("Infinity")) {
       out += "1e308";
       i += 8;
     } else if (!in_string && text.substr(i).starts_with("NaN")) {
-      out += "null";
+      out += "\"NaN\"";
       i += 3;
     } else {
       out += text[i++];
@@ -60,7 +69,8 @@ ConfigReader::~ConfigReader() = default;
 
 Result<ConfigReader> ConfigReader::parse(std::string_view text, std::string name) {
   auto json = std::make_unique<Json>();
-  json->object = nlohmann::json::parse(with_json_numbers(text), nullptr, false);
+  RSSM_ASSIGN_OR_RETURN(const std::string standard, with_json_numbers(text, name));
+  json->object = nlohmann::json::parse(standard, nullptr, false);
   if (json->object.is_discarded()) return data_loss(name, ": not valid JSON");
   if (!json->object.is_object()) {
     return data_loss(name, ": holds a JSON ", json->object.type_name(), ", expected an object");
@@ -98,11 +108,16 @@ std::int64_t ConfigReader::integer_or(std::string_view key, std::int64_t low, st
   return has(key) ? integer(key, low, high) : fallback;
 }
 
-double ConfigReader::number_or(std::string_view key, double fallback) {
+double ConfigReader::number_or(std::string_view key, double low, double high, double fallback) {
   const nlohmann::json* value = json_->find(key);
   if (value == nullptr) return fallback;
-  if (value->is_number()) return value->get<double>();
-  fail_key(key, "a number");
+  if (value->is_number()) {
+    const auto number = value->get<double>();
+    if (number >= low && number <= high) return number;
+  }
+  std::ostringstream expected;
+  expected << "a number in " << low << ".." << high;
+  fail_key(key, expected.str());
   return fallback;
 }
 

@@ -35,7 +35,7 @@ class ConfigReader {
   std::int64_t integer(std::string_view key, std::int64_t low, std::int64_t high);
   std::int64_t integer_or(std::string_view key, std::int64_t low, std::int64_t high,
                           std::int64_t fallback);
-  double number_or(std::string_view key, double fallback);
+  double number_or(std::string_view key, double low, double high, double fallback);
   bool boolean_or(std::string_view key, bool fallback);
   std::string string_or(std::string_view key, std::string_view fallback);
   std::vector<std::string> strings(std::string_view key);

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <memory>
 
+#include "io/quote.h"
 #include "model/activations.h"
 #include "model/archs.h"
 #include "model/weights.h"
@@ -13,6 +14,7 @@ namespace replayssm {
 namespace {
 
 constexpr std::int64_t kMaxDim = std::int64_t{1} << 24;
+constexpr std::int64_t kMaxHeads = std::int64_t{1} << 16;  // and their dimension
 constexpr const char* kBodyPrefixes[] = {"backbone.", "model."};
 
 enum class Block : char { kMamba = 'M', kAttention = '*', kMlp = '-', kMoe = 'E' };
@@ -35,41 +37,61 @@ struct Config {
   std::int64_t projection() const { return inner() + conv.channels + mamba.heads; }
 };
 
-/// The three spellings of the layer pattern: a string of M*-E, or lists of either generation's
-/// names.
-std::vector<Block> read_blocks(ConfigReader& config) {
+std::vector<Block> blocks_of_names(ConfigReader& config, const char* key) {
   std::vector<Block> blocks;
-  if (config.has("layers_block_type") || config.has("layer_types")) {
-    const char* key = config.has("layers_block_type") ? "layers_block_type" : "layer_types";
-    for (const std::string& name : config.strings(key)) {
-      if (name == "mamba" || name == "linear_attention") {
-        blocks.push_back(Block::kMamba);
-      } else if (name == "attention" || name == "full_attention") {
-        blocks.push_back(Block::kAttention);
-      } else if (name == "mlp") {
-        blocks.push_back(Block::kMlp);
-      } else if (name == "moe") {
-        blocks.push_back(Block::kMoe);
-      } else {
-        config.fail(unsupported(config.name(), ": ", key, " entry ", blocks.size(), " is '", name,
-                                "', expected mamba, attention, mlp or moe"));
-        return {};
-      }
-    }
-  } else {
-    for (const char c : config.string_or("hybrid_override_pattern", "")) {
-      if (std::string_view("M*-E").find(c) == std::string_view::npos) {
-        config.fail(unsupported(config.name(), ": hybrid_override_pattern character ",
-                                blocks.size(), " is '", c, "', expected M, *, - or E"));
-        return {};
-      }
-      blocks.push_back(static_cast<Block>(c));
+  for (const std::string& name : config.strings(key)) {
+    if (name == "mamba" || name == "linear_attention") {
+      blocks.push_back(Block::kMamba);
+    } else if (name == "attention" || name == "full_attention") {
+      blocks.push_back(Block::kAttention);
+    } else if (name == "mlp") {
+      blocks.push_back(Block::kMlp);
+    } else if (name == "moe") {
+      blocks.push_back(Block::kMoe);
+    } else {
+      config.fail(unsupported(config.name(), ": ", key, " entry ", blocks.size(), " is ",
+                              quote(name), ", expected mamba, attention, mlp or moe"));
+      return {};
     }
   }
-  if (blocks.empty()) {
-    config.fail(invalid_argument(config.name(),
-                                 ": neither hybrid_override_pattern nor layers_block_type names "
-                                 "any layer"));
+  return blocks;
+}
+
+std::vector<Block> blocks_of_letters(ConfigReader& config, const char* key) {
+  std::vector<Block> blocks;
+  for (const char c : config.string_or(key, "")) {
+    if (std::string_view("M*-E").find(c) == std::string_view::npos) {
+      config.fail(unsupported(config.name(), ": ", key, " character ", blocks.size(), " is ",
+                              quote(std::string_view(&c, 1)), ", expected M, *, - or E"));
+      return {};
+    }
+    blocks.push_back(static_cast<Block>(c));
+  }
+  return blocks;
+}
+
+/// The three spellings of the layer pattern: a string of M*-E, or lists of either generation's
+/// names. A file may have several that agree.
+std::vector<Block> read_blocks(ConfigReader& config) {
+  const char* const keys[] = {"layers_block_type", "layer_types", "hybrid_override_pattern"};
+  const char* first = nullptr;
+  std::vector<Block> blocks;
+  for (const char* key : keys) {
+    if (!config.has(key)) continue;
+    std::vector<Block> found =
+        key == keys[2] ? blocks_of_letters(config, key) : blocks_of_names(config, key);
+    if (first == nullptr) {
+      first = key;
+      blocks = std::move(found);
+    } else if (found != blocks) {
+      config.fail(
+          invalid_argument(config.name(), ": ", key, " and ", first, " name different layers"));
+    }
+  }
+  if (std::find(blocks.begin(), blocks.end(), Block::kMamba) == blocks.end()) {
+    config.fail(invalid_argument(
+        config.name(), ": ", first == nullptr ? "hybrid_override_pattern" : first,
+        first == nullptr ? " is missing" : " names no Mamba-2 layer", ", expected at least one"));
   } else if (config.has("num_hidden_layers")) {
     const std::int64_t layers = config.integer("num_hidden_layers", 1, kMaxDim);
     if (layers != static_cast<std::int64_t>(blocks.size())) {
@@ -90,8 +112,8 @@ DType read_dtype(ConfigReader& config) {
   if (name == "float32") return DType::kF32;
   if (name == "float16") return DType::kF16;
   if (name != "bfloat16") {
-    config.fail(unsupported(config.name(), ": dtype is '", name,
-                            "', expected float32, bfloat16 or float16"));
+    config.fail(unsupported(config.name(), ": dtype is ", quote(name),
+                            ", expected float32, bfloat16 or float16"));
   }
   return DType::kBF16;
 }
@@ -137,13 +159,17 @@ Result<Config> read_config(ConfigReader& config) {
                .groups = config.integer("n_groups", 1, kMaxDim)};
     c.conv = {.channels = c.inner() + 2 * c.mamba.groups * c.mamba.state_size,
               .width = static_cast<int>(config.integer_or("conv_kernel", 2, 8, 4))};
+    if (config.status().ok() && c.mamba.heads % c.mamba.groups != 0) {
+      config.fail(invalid_argument(config.name(), ": n_groups is ", c.mamba.groups,
+                                   ", expected a divisor of mamba_num_heads ", c.mamba.heads));
+    }
   }
   c.conv_bias = config.boolean_or("use_conv_bias", true);
   if (d.layers.attention > 0) {
-    c.attention.query_heads = config.integer("num_attention_heads", 1, kMaxDim);
+    c.attention.query_heads = config.integer("num_attention_heads", 1, kMaxHeads);
     c.attention.kv_heads =
-        config.integer_or("num_key_value_heads", 1, kMaxDim, c.attention.query_heads);
-    c.attention.head_dim = config.integer("head_dim", 1, kMaxDim);
+        config.integer_or("num_key_value_heads", 1, kMaxHeads, c.attention.query_heads);
+    c.attention.head_dim = config.integer("head_dim", 1, kMaxHeads);
     c.attention.scale = 1.0f / std::sqrt(static_cast<float>(c.attention.head_dim));
     d.kv_heads = c.attention.kv_heads;
     d.kv_head_dim = c.attention.head_dim;
@@ -157,7 +183,7 @@ Result<Config> read_config(ConfigReader& config) {
   if (d.layers.mlp > 0) c.mlp_size = config.integer("intermediate_size", 1, kMaxDim);
 
   c.eps = static_cast<float>(
-      config.number_or("layer_norm_epsilon", config.number_or("norm_eps", 1e-5)));
+      config.number_or("layer_norm_epsilon", 0, 1, config.number_or("norm_eps", 0, 1, 1e-5)));
   if (config.has("time_step_limit")) {
     const std::vector<double> limit = config.numbers("time_step_limit");
     if (limit.size() == 2) {
@@ -180,7 +206,8 @@ Result<Config> read_config(ConfigReader& config) {
   for (const auto& [key, expected] :
        {std::pair{"mamba_hidden_act", "silu"}, std::pair{"mlp_hidden_act", "relu2"}}) {
     if (const std::string found = config.string_or(key, expected); found != expected) {
-      config.fail(unsupported(config.name(), ": ", key, " is '", found, "', expected ", expected));
+      config.fail(
+          unsupported(config.name(), ": ", key, " is ", quote(found), ", expected ", expected));
     }
   }
   RSSM_RETURN_IF_ERROR(config.status());

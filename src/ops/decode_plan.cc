@@ -1,16 +1,123 @@
 #include "replayssm/decode_plan.h"
 
 #include <algorithm>
+#include <sstream>
+
+#if defined(__linux__)
+#include <unistd.h>
+#endif
 
 namespace replayssm {
+namespace {
+
+// Nominal rates of one core. Only their proportions matter; docs/kernels/mamba2-cpu.md holds the
+// measurements they come from.
+constexpr double kClock = 3e9;             // Hz
+constexpr double kMemoryBandwidth = 12e9;  // bytes/s read from memory
+constexpr double kCacheBandwidth = 60e9;   // bytes/s read from the last-level cache
+constexpr double kWriteShare = 0.15;       // of a read's time, to write back a line just read
+constexpr double kOpsPerCycle = 2;         // vector multiplications or additions
+constexpr double kDecodeOps = 2;           // vector operations to widen bf16
+constexpr double kEncodeOps = 7;           // and to round to it
+/// A bf16 state is rounded once per token in place and once per window by replay; that is worth
+/// this much time.
+constexpr double kBf16Patience = 1.25;
+
+double lanes(CpuIsa isa) {
+  switch (isa) {
+    case CpuIsa::kGeneric:
+      return 2;  // four lanes, and a multiply-add is two operations
+    case CpuIsa::kAvx2:
+      return 8;
+    case CpuIsa::kAvx512:
+      return 16;
+  }
+  return 1;
+}
+
+double last_level_cache_bytes() {
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+  if (const long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE); bytes > 0) {
+    return static_cast<double>(bytes);
+  }
+#endif
+  return 32.0 * (1 << 20);
+}
+
+struct Machine {
+  double bandwidth;  // bytes/s
+  double ops;        // element operations/s
+};
+
+struct Seconds {
+  double plain = 0;
+  double replay = 0;
+};
+
+/// One token of one sequence in one layer.
+Seconds layer_seconds(const Machine& machine, const Mamba2Shape& shape,
+                      const StatePoolOptions& options) {
+  const auto elements = static_cast<double>(shape.state_elements());
+  const auto width = static_cast<double>(size_of(options.checkpoint));
+  const bool narrow = options.checkpoint != DType::kF32;
+  const double decode = narrow ? kDecodeOps : 0;
+  const double encode = narrow ? kEncodeOps : 0;
+  const double window = options.limits.window;
+  const double read = elements * width / machine.bandwidth;
+  const double rewrite = read * (1 + kWriteShare);
+  const auto time = [&](double memory, double ops_per_element) {
+    return std::max(memory, elements * ops_per_element / machine.ops);
+  };
+  // A record takes a multiplication and a multiply-add per element, a dot product one.
+  const double fold = 2 * window;
+  const double record =
+      static_cast<double>((shape.heads * shape.head_dim + shape.groups * shape.state_size) *
+                              static_cast<std::int64_t>(size_of(options.activation)) +
+                          shape.heads * static_cast<std::int64_t>(sizeof(float)));
+  const double ring = (window + 1) / 2 * record / machine.bandwidth;
+  Seconds seconds;
+  seconds.plain = time(rewrite, 3 + decode + encode);
+  seconds.replay =
+      ((window - 1) * time(read, 1 + decode) + time(rewrite, 1 + fold + decode + encode)) / window +
+      ring;
+  return seconds;
+}
+
+}  // namespace
 
 Result<DecodePlan> choose_decode(const CpuContext& context, const StatePoolOptions& options,
                                  std::int64_t sequences) {
-  static_cast<void>(context);
-  static_cast<void>(sequences);
+  if (sequences < 1) {
+    return invalid_argument("sequences is ", sequences, ", expected at least 1");
+  }
   RSSM_ASSIGN_OR_RETURN(const SlotBytes bytes, StatePool::bytes_per_slot(options));
-  static_cast<void>(bytes);
-  return DecodePlan{};
+  const double resident = static_cast<double>(bytes.checkpoint) * static_cast<double>(sequences);
+  const bool cached = resident < last_level_cache_bytes();
+  const double threads = context.thread_count();
+  const Machine machine{.bandwidth = threads * (cached ? kCacheBandwidth : kMemoryBandwidth),
+                        .ops = threads * kClock * kOpsPerCycle * lanes(context.isa)};
+  DecodePlan plan;
+  for (const LayerSpec& layer : options.layers) {
+    const Seconds seconds =
+        std::visit([&](const Mamba2Shape& shape) { return layer_seconds(machine, shape, options); },
+                   layer.recurrence);
+    plan.plain_seconds += seconds.plain;
+    plan.replay_seconds += seconds.replay;
+  }
+  const double patience = options.checkpoint == DType::kF32 ? 1.0 : kBf16Patience;
+  plan.replay = plan.replay_seconds < patience * plan.plain_seconds;
+  plan.window = plan.replay ? options.limits.window : 0;
+  std::ostringstream reason;
+  reason.precision(2);
+  reason << "replay with a window of " << options.limits.window << " is estimated at "
+         << plan.replay_seconds / plan.plain_seconds
+         << " times plain decoding's state time, states " << (cached ? "in cache" : "in memory");
+  if (plan.replay && plan.replay_seconds >= plan.plain_seconds) {
+    reason << "; chosen because it rounds the " << to_string(options.checkpoint)
+           << " state once per window";
+  }
+  plan.reason = std::move(reason).str();
+  return plan;
 }
 
 }  // namespace replayssm

@@ -57,6 +57,11 @@ Status check_options(const EngineOptions& options) {
   if (options.context < 1 || options.context > (std::int64_t{1} << 40)) {
     return invalid_argument("context is ", options.context, ", expected 1..2^40 tokens");
   }
+  if (options.decode != DecodeMode::kPlain &&
+      (options.window < 1 || options.window > ReplayLimits::kMaxWindow)) {
+    return invalid_argument("window is ", options.window, ", expected 1..",
+                            ReplayLimits::kMaxWindow);
+  }
   return {};
 }
 
@@ -98,6 +103,10 @@ Result<std::unique_ptr<Engine>> Engine::create(std::shared_ptr<Model> model,
   }
   // Plain decoding replays nothing: the smallest ring will do, unless drafts need more.
   resolved.window = std::max(plan.replay ? plan.window : 1, options.draft_capacity);
+  if (plan.replay && plan.window < resolved.window) {
+    plan.window = resolved.window;
+    plan.reason += ", as long as the draft capacity at least";
+  }
   RSSM_RETURN_IF_ERROR(check_memory(model->description(), resolved));
   RSSM_ASSIGN_OR_RETURN(StatePool pool,
                         StatePool::create(pool_options(model->description(), resolved)));
@@ -109,7 +118,14 @@ Result<std::unique_ptr<Engine>> Engine::create(std::shared_ptr<Model> model,
 
 Result<std::int32_t> Engine::open() { return pool_.acquire(); }
 
-Status Engine::close(std::int32_t sequence) { return pool_.release(sequence); }
+Status Engine::close(std::int32_t sequence) {
+  // Released now, the sequence would make the step stale, and with it the step of all the others.
+  if (step_ && std::any_of(step_->rows().begin(), step_->rows().end(),
+                           [&](const StepRow& row) { return row.slot == sequence; })) {
+    return failed_precondition("sequence ", sequence, " is in a step that waits for its commit");
+  }
+  return pool_.release(sequence);
+}
 
 Result<std::int64_t> Engine::position(std::int32_t sequence) const {
   RSSM_ASSIGN_OR_RETURN(const Cursor cursor, pool_.cursor(sequence));

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
@@ -29,9 +30,9 @@ struct EngineOptions {
   int window = 16;         // L, for replay
   int draft_capacity = 1;  // T: most tokens a verify row carries
   DType state = DType::kF32;
-  std::optional<DType> kv;      // type of the KV cache; the model's if not set
-  std::int64_t sequences = 1;   // that can be open at once
-  std::int64_t context = 4096;  // tokens a sequence can hold
+  std::optional<DType> kv = std::nullopt;  // type of the KV cache; the model's if not set
+  std::int64_t sequences = 1;              // that can be open at once
+  std::int64_t context = 4096;             // tokens a sequence can hold
   bool poison = false;
   /// Bytes states, rings and KV cache of all sequences may take; 0: no limit.
   std::size_t memory = 0;
@@ -42,8 +43,13 @@ struct SequenceBytes {
   SlotBytes state;
   std::size_t kv_per_token = 0;
 
+  /// The largest size_t if it is more than that.
   std::size_t total(std::int64_t context) const {
-    return state.total + kv_per_token * static_cast<std::size_t>(context);
+    std::size_t bytes = 0;
+    const bool overflow =
+        __builtin_mul_overflow(kv_per_token, static_cast<std::size_t>(context), &bytes) ||
+        __builtin_add_overflow(bytes, state.total, &bytes);
+    return overflow ? std::numeric_limits<std::size_t>::max() : bytes;
   }
 };
 
@@ -82,6 +88,7 @@ class Engine {
   StatePool& pool() { return pool_; }
 
   Result<std::int32_t> open();
+  /// Not between run() and commit() of a step the sequence is in.
   Status close(std::int32_t sequence);
   /// Tokens accepted so far.
   Result<std::int64_t> position(std::int32_t sequence) const;

@@ -72,11 +72,11 @@ Result<Generation> generate(Engine& engine, std::span<const std::int32_t> prompt
   if (prompt.empty()) {
     return invalid_argument("the prompt has 0 tokens, expected at least 1");
   }
-  const auto needed = static_cast<std::int64_t>(prompt.size()) + options.max_tokens - 1;
-  if (needed > engine.options().context) {
-    return resource_exhausted("a prompt of ", prompt.size(), " tokens and ", options.max_tokens,
-                              " generated tokens need a context of ", needed,
-                              ", this engine's holds ", engine.options().context);
+  // The last token is not fed back, so it takes no place.
+  const std::int64_t context = engine.options().context;
+  if (options.max_tokens - 1 > context - static_cast<std::int64_t>(prompt.size())) {
+    return resource_exhausted("a prompt of ", prompt.size(), " tokens and ", options.max_tokens - 1,
+                              " tokens after it do not fit into the context of ", context);
   }
   RSSM_ASSIGN_OR_RETURN(const std::int32_t sequence, engine.open());
   Generation out;

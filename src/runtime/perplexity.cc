@@ -66,6 +66,9 @@ Result<TextScore> score_text(std::shared_ptr<Model> model, std::shared_ptr<Backe
     scored = begin + size;
     if (progress) progress(scored, total);
   }
+  if (!std::isfinite(score.nats)) {
+    return data_loss("the likelihood of the text is ", score.nats, ", expected a finite number");
+  }
   for (const std::int32_t token : tokens.subspan(1)) {
     RSSM_ASSIGN_OR_RETURN(const std::string_view bytes, tokenizer.token_bytes(token));
     score.bytes += static_cast<std::int64_t>(bytes.size());

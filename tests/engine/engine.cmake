@@ -1,1 +1,10 @@
+find_package(nlohmann_json REQUIRED)
 rssm_add_test(parity_test ${CMAKE_CURRENT_LIST_DIR}/parity_test.cc LIBS rssm_engine)
+rssm_add_test(engine_test
+  ${CMAKE_CURRENT_LIST_DIR}/engine_failure_test.cc
+  ${CMAKE_CURRENT_LIST_DIR}/engine_test.cc
+  LIBS rssm_engine)
+rssm_add_test(model_config_test
+  ${CMAKE_CURRENT_LIST_DIR}/model_config_test.cc
+  ${CMAKE_CURRENT_LIST_DIR}/model_weights_test.cc
+  LIBS rssm_engine nlohmann_json::nlohmann_json)

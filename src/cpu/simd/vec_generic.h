@@ -103,6 +103,11 @@ struct Vec<GenericIsa> {
     }
     return v;
   }
+
+  /// out[i] = v[i].sum(), the same tree.
+  static void sum8(const Vec* v, float* out) {
+    for (int i = 0; i < 8; ++i) out[i] = v[i].sum();
+  }
 };
 
 }  // namespace replayssm::cpu

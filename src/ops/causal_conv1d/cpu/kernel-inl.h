@@ -3,8 +3,7 @@
 
 #include <cstring>
 
-#include "cpu/gates.h"
-#include "cpu/simd/vec.h"
+#include "cpu/simd/vec_math.h"
 #include "ops/causal_conv1d/cpu/kernel.h"
 
 namespace replayssm::cpu {
@@ -50,19 +49,16 @@ struct CausalConv1dKernel {
         if (input[i] == nullptr) continue;
         sum = fma(V::load(task.weight + i * task.channels + c), V::load(input[i] + c), sum);
       }
-      float lane[kLanes];
-      sum.store(lane);
-      for (int l = 0; l < kLanes; ++l) {
-        out[c + l] = from_float<Act>(task.silu ? silu(lane[l]) : lane[l]);
-      }
+      (task.silu ? silu<Isa>(sum) : sum).store(out + c);
     }
-    for (; c < task.channel_end; ++c) {
-      float sum = task.bias == nullptr ? 0.0f : task.bias[c];
+    if (const int rest = static_cast<int>(task.channel_end - c); rest > 0) {
+      V sum = task.bias == nullptr ? V::zero() : V::load_partial(task.bias + c, rest);
       for (int i = 0; i < task.width; ++i) {
         if (input[i] == nullptr) continue;
-        sum += task.weight[i * task.channels + c] * to_float(input[i][c]);
+        sum = fma(V::load_partial(task.weight + i * task.channels + c, rest),
+                  V::load_partial(input[i] + c, rest), sum);
       }
-      out[c] = from_float<Act>(task.silu ? silu(sum) : sum);
+      (task.silu ? silu<Isa>(sum) : sum).store_partial(out + c, rest);
     }
   }
 };

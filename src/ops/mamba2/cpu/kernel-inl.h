@@ -11,7 +11,7 @@
 #include <cstring>
 
 #include "cpu/gates.h"
-#include "cpu/simd/vec.h"
+#include "cpu/simd/vec_math.h"
 #include "ops/mamba2/cpu/kernel.h"
 
 namespace replayssm::cpu {
@@ -27,7 +27,9 @@ class Mamba2Kernel {
   static constexpr int kMaxStateSize = 256;
   // Tokens of a committed row taken through a head's state together: their B and C stay in cache.
   static constexpr int kChunk = 16;
-  static constexpr int kRows = 4;  // divides every head_dim
+  static constexpr int kBlock = 8;  // state rows processed together; divides every head_dim
+  static constexpr int kRows = 4;   // of them in registers at a time
+  static constexpr std::int64_t kLineElements = 64 / static_cast<std::int64_t>(sizeof(State));
 
  public:
   static void fold(const Mamba2Task& task) {
@@ -69,9 +71,9 @@ class Mamba2Kernel {
         x[i] = ring_x + (head * task.places + place) * task.head_dim;
         b[i] = ring_b + (task.group * task.places + place) * task.state_size;
         dt[i] = task.ring_dt[head * task.places + place];
-        decay[i] = mamba2_decay(task.a[head], dt[i]);
         if (++place == task.places) place = 0;
       }
+      mamba2_decays<Isa>(task.a[head], dt, count, decay);
     }
 
     int count;
@@ -114,17 +116,29 @@ class Mamba2Kernel {
            task.group * task.c_group_stride;
   }
 
-  /// y = (sum + D x) * silu(z), stored.
+  /// Several rows are walked side by side, which hardware prefetchers follow badly: ask for the
+  /// same place of the next block of rows. Past the end of the state this is a harmless hint.
+  static void prefetch_next(const State* row, std::int64_t n, std::int64_t state_size) {
+    if (n % kLineElements == 0) __builtin_prefetch(row + n + kBlock * state_size);
+  }
+
+  /// y[p..p+8) = (sum + D x) * silu(z).
   static void finish(const Mamba2Task& task, std::int64_t token, std::int64_t head, std::int64_t p,
-                     float sum) {
-    if (task.d != nullptr) sum += task.d[head] * to_float(token_x(task, token, head)[p]);
-    if (task.z != nullptr) {
-      const Act* z =
-          static_cast<const Act*>(task.z) + token * task.z_token_stride + head * task.z_head_stride;
-      sum *= silu(to_float(z[p]));
+                     const float* sum) {
+    const V d = V::broadcast(task.d == nullptr ? 0.0f : task.d[head]);
+    const Act* x = token_x(task, token, head) + p;
+    Act* y =
+        static_cast<Act*>(task.y) + token * task.y_token_stride + head * task.y_head_stride + p;
+    const Act* z = task.z == nullptr
+                       ? nullptr
+                       : static_cast<const Act*>(task.z) + token * task.z_token_stride +
+                             head * task.z_head_stride + p;
+    constexpr int kPart = kLanes < kBlock ? kLanes : kBlock;
+    for (int r = 0; r < kBlock; r += kPart) {
+      V out = fma(d, V::load_partial(x + r, kPart), V::load_partial(sum + r, kPart));
+      if (z != nullptr) out = out * silu<Isa>(V::load_partial(z + r, kPart));
+      out.store_partial(y + r, kPart);
     }
-    Act* y = static_cast<Act*>(task.y) + token * task.y_token_stride + head * task.y_head_stride;
-    y[p] = from_float<Act>(sum);
   }
 
   // ---- Fold: kRows state rows by kTile vectors in registers through all records ----
@@ -134,6 +148,7 @@ class Mamba2Kernel {
                         const Records& records, const float (*u)[kRows]) {
     V s[kRows][kTile];
     for (int r = 0; r < kRows; ++r) {
+      prefetch_next(out + r * state_size, column, state_size);
       for (int v = 0; v < kTile; ++v) {
         s[r][v] = in == nullptr ? V::zero() : V::load(in + r * state_size + column + v * kLanes);
       }
@@ -171,25 +186,29 @@ class Mamba2Kernel {
                       bool zero, bool in_place) {
     float dt[kChunk];
     float decay[kChunk];
-    for (int t = 0; t < count; ++t) {
-      dt[t] = time_step(task, head, first + t);
-      decay[t] = mamba2_decay(task.a[head], dt[t]);
-    }
-    for (std::int64_t p = 0; p < task.head_dim; p += kRows) {
+    for (int t = 0; t < count; ++t) dt[t] = time_step(task, head, first + t);
+    mamba2_decays<Isa>(task.a[head], dt, count, decay);
+    for (std::int64_t p = 0; p < task.head_dim; p += kBlock) {
       State* out = state_out(task, head, p);
       const State* in = zero ? nullptr : in_place ? out : state_in(task, head, p);
       for (int t = 0; t < count; ++t) {
-        float y[kRows];
-        advance_rows(task, head, first + t, p, dt[t], decay[t], in, out, y);
+        V sum[kBlock];
+        for (int r = 0; r < kBlock; r += kRows) {
+          const std::int64_t at = r * task.state_size;
+          advance_rows(task, head, first + t, p + r, dt[t], decay[t],
+                       in == nullptr ? nullptr : in + at, out + at, sum + r);
+        }
         in = out;
-        for (int r = 0; r < kRows; ++r) finish(task, first + t, head, p + r, y[r]);
+        float y[kBlock];
+        V::sum8(sum, y);
+        finish(task, first + t, head, p, y);
       }
     }
   }
 
   static void advance_rows(const Mamba2Task& task, std::int64_t head, std::int64_t token,
                            std::int64_t p, float dt, float decay, const State* in, State* out,
-                           float* y) {
+                           V* sums) {
     const Act* x = token_x(task, token, head);
     const Act* b = token_b(task, token);
     const Act* c = token_c(task, token);
@@ -205,12 +224,13 @@ class Mamba2Kernel {
       const V cn = V::load(c + n);
       for (int r = 0; r < kRows; ++r) {
         const std::int64_t at = r * task.state_size + n;
+        prefetch_next(out + r * task.state_size, n, task.state_size);
         const V s = fma(in == nullptr ? V::zero() : V::load(in + at), a, u[r] * bn);
         s.store(out + at);
         sum[r] = fma(s, cn, sum[r]);
       }
     }
-    for (int r = 0; r < kRows; ++r) y[r] = sum[r].sum();
+    for (int r = 0; r < kRows; ++r) sums[r] = sum[r];
   }
 
   // ---- Tentative rows ----
@@ -257,20 +277,21 @@ class Mamba2Kernel {
       const Records records(task, head);
       float dt[kMaxTokens];
       float decay[kMaxTokens];
-      for (int t = 0; t < tokens; ++t) {
-        dt[t] = time_step(task, head, t);
-        decay[t] = mamba2_decay(task.a[head], dt[t]);
-      }
+      for (int t = 0; t < tokens; ++t) dt[t] = time_step(task, head, t);
+      mamba2_decays<Isa>(task.a[head], dt, tokens, decay);
       float y[kMaxTokens][kMaxHeadDim];
       if (kFlush || task.checkpoint_in != nullptr) {
         float scale[kMaxTokens];
         float product = 1.0f;
         for (int i = live - 1; i >= 0; --i) product *= records.decay[i];
         for (int t = 0; t < tokens; ++t) scale[t] = product *= decay[t];
-        for (std::int64_t p = 0; p < task.head_dim; p += kRows) {
+        for (std::int64_t p = 0; p < task.head_dim; p += kBlock) {
           const State* s = state_in(task, head, p);
           if constexpr (kFlush) {
-            fold_rows(task, records, s, state_out(task, head, p), p);
+            for (int r = 0; r < kBlock; r += kRows) {
+              const State* in = s == nullptr ? nullptr : s + r * task.state_size;
+              fold_rows(task, records, in, state_out(task, head, p + r), p + r);
+            }
             s = state_out(task, head, p);
           }
           read_rows(s, task.state_size, window, tokens, scale, p, y);
@@ -285,64 +306,86 @@ class Mamba2Kernel {
     if (task.appends_b) append_b(task);
   }
 
-  /// y[t][p + r] = scale[t] * (S row p + r) . C_t.
+  /// y[t][p + r] = scale[t] * (S row p + r) . C_t for the block's rows r.
   static void read_rows(const State* s, std::int64_t state_size, const Window& window, int tokens,
                         const float* scale, std::int64_t p, float (*y)[kMaxHeadDim]) {
     int t = 0;
-    for (; t + 4 <= tokens; t += 4) {
-      read_tile<2, 4>(s, state_size, window.c + t, scale + t, p, y + t);
-      read_tile<2, 4>(s + 2 * state_size, state_size, window.c + t, scale + t, p + 2, y + t);
-    }
-    for (; t + 2 <= tokens; t += 2) {
-      read_tile<kRows, 2>(s, state_size, window.c + t, scale + t, p, y + t);
-    }
-    if (t < tokens) read_tile<kRows, 1>(s, state_size, window.c + t, scale + t, p, y + t);
+    for (; t + 4 <= tokens; t += 4)
+      read_tiles<2, 4>(s, state_size, window.c + t, scale + t, p, y + t);
+    for (; t + 2 <= tokens; t += 2)
+      read_tiles<4, 2>(s, state_size, window.c + t, scale + t, p, y + t);
+    if (t < tokens) read_tiles<8, 1>(s, state_size, window.c + t, scale + t, p, y + t);
   }
 
+  /// R rows by T tokens in eight accumulators at a time.
   template <int R, int T>
-  static void read_tile(const State* s, std::int64_t state_size, const float (*c)[kMaxStateSize],
-                        const float* scale, std::int64_t p, float (*y)[kMaxHeadDim]) {
-    V sum[R][T];
-    for (int r = 0; r < R; ++r) {
-      for (int t = 0; t < T; ++t) sum[r][t] = V::zero();
-    }
-    for (std::int64_t n = 0; n < state_size; n += kLanes) {
-      V row[R];
-      for (int r = 0; r < R; ++r) row[r] = V::load(s + r * state_size + n);
+  static void read_tiles(const State* s, std::int64_t state_size, const float (*c)[kMaxStateSize],
+                         const float* scale, std::int64_t p, float (*y)[kMaxHeadDim]) {
+    static_assert(R * T == 8);
+    for (int first = 0; first < kBlock; first += R) {
+      const State* rows = s + first * state_size;
+      V sum[8];
+      for (V& v : sum) v = V::zero();
+      for (std::int64_t n = 0; n < state_size; n += kLanes) {
+        V row[R];
+        for (int r = 0; r < R; ++r) {
+          prefetch_next(rows + r * state_size, n, state_size);
+          row[r] = V::load(rows + r * state_size + n);
+        }
+        for (int t = 0; t < T; ++t) {
+          const V cn = V::load(c[t] + n);
+          for (int r = 0; r < R; ++r) sum[t * R + r] = fma(row[r], cn, sum[t * R + r]);
+        }
+      }
+      float sums[8];
+      V::sum8(sum, sums);
       for (int t = 0; t < T; ++t) {
-        const V cn = V::load(c[t] + n);
-        for (int r = 0; r < R; ++r) sum[r][t] = fma(row[r], cn, sum[r][t]);
+        for (int r = 0; r < R; ++r) y[t][p + first + r] = scale[t] * sums[t * R + r];
       }
     }
-    for (int r = 0; r < R; ++r) {
-      for (int t = 0; t < T; ++t) y[t][p + r] = scale[t] * sum[r][t].sum();
-    }
   }
 
-  /// Adds the window's terms, oldest record last so that its weight is the longest product.
+  /// Adds the window's terms, newest first, so that the weights are running products of decays.
   static void add_window(const Mamba2Task& task, std::int64_t head, const Records& records,
                          int live, const float* dt, const float* decay, const Window& window,
                          float (*y)[kMaxHeadDim]) {
-    const std::int64_t vector_end = task.head_dim / kLanes * kLanes;
     for (int t = 0; t < task.tokens; ++t) {
-      const auto accumulate = [&](const Act* x, float weight) {
-        const V w = V::broadcast(weight);
-        std::int64_t p = 0;
-        for (; p < vector_end; p += kLanes)
-          fma(w, V::load(x + p), V::load(y[t] + p)).store(y[t] + p);
-        for (; p < task.head_dim; ++p) y[t][p] += weight * to_float(x[p]);
-      };
+      const Act* x[kMaxWindowTokens];
+      float weight[kMaxWindowTokens];
+      int terms = 0;
       float product = 1.0f;
-      for (int i = t; i >= 0; --i) {
-        accumulate(token_x(task, i, head), product * dt[i] * window.bc[t][live + i]);
+      for (int i = t; i >= 0; --i, ++terms) {
+        x[terms] = token_x(task, i, head);
+        weight[terms] = product * dt[i] * window.bc[t][live + i];
         product *= decay[i];
       }
-      for (int i = live - 1; i >= 0; --i) {
-        accumulate(records.x[i], product * records.dt[i] * window.bc[t][i]);
+      for (int i = live - 1; i >= 0; --i, ++terms) {
+        x[terms] = records.x[i];
+        weight[terms] = product * records.dt[i] * window.bc[t][i];
         product *= records.decay[i];
       }
-      for (std::int64_t p = 0; p < task.head_dim; ++p) finish(task, t, head, p, y[t][p]);
+      std::int64_t p = 0;
+      for (; p + 4 * kLanes <= task.head_dim; p += 4 * kLanes)
+        add_terms<4>(x, weight, terms, p, y[t]);
+      for (; p + kLanes <= task.head_dim; p += kLanes) add_terms<1>(x, weight, terms, p, y[t]);
+      for (; p < task.head_dim; ++p) {
+        for (int i = 0; i < terms; ++i) y[t][p] += weight[i] * to_float(x[i][p]);
+      }
+      for (p = 0; p < task.head_dim; p += kBlock) finish(task, t, head, p, y[t] + p);
     }
+  }
+
+  /// y[p..] += sum_i weight_i x_i[p..] over kVectors vectors.
+  template <int kVectors>
+  static void add_terms(const Act* const* x, const float* weight, int terms, std::int64_t p,
+                        float* y) {
+    V sum[kVectors];
+    for (int v = 0; v < kVectors; ++v) sum[v] = V::load(y + p + v * kLanes);
+    for (int i = 0; i < terms; ++i) {
+      const V w = V::broadcast(weight[i]);
+      for (int v = 0; v < kVectors; ++v) sum[v] = fma(w, V::load(x[i] + p + v * kLanes), sum[v]);
+    }
+    for (int v = 0; v < kVectors; ++v) sum[v].store(y + p + v * kLanes);
   }
 
   static std::int64_t append_place(const Mamba2Task& task, int token) {

@@ -1,0 +1,63 @@
+// The bundled model at length: the same text by every way of decoding, and how well it reads.
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "cli/cli.h"
+
+namespace replayssm::testing {
+namespace {
+
+class LongCompareTest : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(LongCompareTest, SameTokensAndLessTraffic) {
+  const ProgramResult text =
+      cli({"compare", kTinyModel, "--prompt", GetParam(), "--max-tokens", "16", "--windows", "16"});
+  EXPECT_EQ(text.status, 0) << text.err;
+  EXPECT_NE(text.out.find("identical"), std::string::npos);
+
+  const Json json = cli_json({"compare", kTinyModel, "--prompt", GetParam(), "--max-tokens", "512",
+                              "--windows", "1,4,16,32"});
+  EXPECT_EQ(json["identical"], true);
+  const Json* plain = nullptr;
+  const Json* window16 = nullptr;
+  std::set<int> windows;
+  int f32_runs = 0;
+  for (const Json& run : json["runs"]) {
+    expect_run_fields(run);
+    EXPECT_EQ(run["tokens"].size(), 512u);
+    if (run["state"] != "f32") continue;
+    ++f32_runs;
+    EXPECT_EQ(run["tokens"], json["runs"][0]["tokens"])
+        << run["decode"] << " " << run["window"] << " differs";
+    if (run["decode"] == "plain" && plain == nullptr) plain = &run;
+    if (run["decode"] == "replay") windows.insert(run["window"].get<int>());
+    if (run["decode"] == "replay" && run["window"] == 16) window16 = &run;
+  }
+  EXPECT_GE(f32_runs, 6) << "plain, four windows, auto";
+  for (const int window : {1, 4, 16, 32}) EXPECT_TRUE(windows.contains(window)) << window;
+  ASSERT_NE(plain, nullptr);
+  ASSERT_NE(window16, nullptr);
+  const Json& before = (*plain)["state_bytes_per_token"];
+  const Json& after = (*window16)["state_bytes_per_token"];
+  EXPECT_LE(after["checkpoint_written"].get<double>(),
+            before["checkpoint_written"].get<double>() / 15);
+  EXPECT_LE(1.65 * (after["read"].get<double>() + after["written"].get<double>()),
+            before["read"].get<double>() + before["written"].get<double>());
+}
+
+INSTANTIATE_TEST_SUITE_P(Prompts, LongCompareTest,
+                         ::testing::Values("And it came to pass", "KING RICHARD:\n"));
+
+TEST(HeldOutTest, BitsPerByte) {
+  const std::string path = kTinyModel + "/heldout-sample.txt";
+  const Json json = cli_json({"perplexity", kTinyModel, path, "--context", "512"});
+  EXPECT_LE(json["bits_per_byte"], 2.0);
+  // Trained to 1.43 on this sample; far below would mean that a token sees itself.
+  EXPECT_NEAR(json["bits_per_byte"], 1.43, 0.03);
+  EXPECT_EQ(json["bytes"], read_text(path).size());
+  EXPECT_GT(json["tokens"], 10'000);
+}
+
+}  // namespace
+}  // namespace replayssm::testing

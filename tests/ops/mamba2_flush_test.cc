@@ -1,0 +1,187 @@
+// The exact mode: what a flush stores, bit for bit, and when it happens.
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "ops/mamba2_cases.h"
+#include "support/mamba2_harness.h"
+#include "support/plain_shadow.h"
+#include "support/pool_access.h"
+
+namespace replayssm::testing {
+namespace {
+
+std::vector<Mamba2Case> flush_cases() {
+  std::vector<Mamba2Case> cases;
+  for (const DType checkpoint : {DType::kF32, DType::kBF16}) {
+    for (const DType activation : {DType::kF32, DType::kBF16}) {
+      for (const auto& [window, draft] :
+           {std::pair{1, 1}, {2, 2}, {5, 3}, {8, 1}, {16, 4}, {7, 7}, {64, 16}}) {
+        Mamba2Case c = small_case(std::string(to_string(checkpoint)) + "_" + to_string(activation) +
+                                      "_L" + std::to_string(window) + "_T" + std::to_string(draft),
+                                  window, draft);
+        c.shape.head_dim = window == 5 ? 24 : 8;
+        c.shape.state_size = window == 7 ? 48 : 16;
+        c.checkpoint = checkpoint;
+        c.activation = activation;
+        c.dt_type = window == 16 ? activation : DType::kF32;
+        c.conv_width = window == 16 || window == 2 ? 4 : 0;
+        c.layers = window == 16 ? 2 : 1;
+        cases.push_back(std::move(c));
+      }
+    }
+  }
+  // Rows of registers' tails: a state whose rows are no multiple of two 512-bit vectors.
+  for (const auto& [p, n] : {std::pair{80, 240}, {64, 128}, {128, 64}, {24, 80}}) {
+    for (const DType checkpoint : {DType::kF32, DType::kBF16}) {
+      Mamba2Case c = small_case(
+          std::string(to_string(checkpoint)) + "_P" + std::to_string(p) + "_N" + std::to_string(n),
+          4, 2);
+      c.shape = {2, p, n, 1};
+      c.checkpoint = checkpoint;
+      cases.push_back(std::move(c));
+    }
+  }
+  return cases;
+}
+
+class Mamba2Flush : public ::testing::TestWithParam<Mamba2Case> {};
+INSTANTIATE_TEST_SUITE_P(Cases, Mamba2Flush, ::testing::ValuesIn(flush_cases()),
+                         [](const auto& test) { return test.param.name; });
+
+// After every flush of a random stream, forced ones included, the checkpoint is decode(checkpoint),
+// the plain recurrence over the records, one encode. With f32 that is plain decoding's state.
+TEST_P(Mamba2Flush, CheckpointIsThePlainRecurrence) {
+  const Mamba2Case& c = GetParam();
+  const Mamba2Model model(c);
+  for (const CpuContext& context : Contexts({1})) {
+    StatePool pool = model.make_pool(2);
+    Mamba2Runner runner(model, pool, context);
+    PlainShadow shadow(model, 1, context);
+    ASSERT_TRUE(is_ok(pool.reset(1)));
+    shadow.reset(0);
+    Rng rng(21);
+    TokenId token = 1;
+    std::vector<TokenId> live;
+    int flushes = 0;
+    // Full-width streams fill the ring to the last place; others rarely accept anything.
+    for (const double accept_all : {1.0, 0.5, 0.0}) {
+      for (int step = 0; step < 3 * c.limits.window / c.limits.draft_capacity + 12; ++step) {
+        if (rng.chance(0.06)) {
+          ASSERT_TRUE(is_ok(pool.force_flush(1)));
+        }
+        const bool is_committed = accept_all == 0.5 && rng.chance(0.05);
+        std::vector<TokenId> tokens(static_cast<std::size_t>(
+            accept_all == 1.0 ? c.limits.draft_capacity : rng.between(1, c.limits.draft_capacity)));
+        for (TokenId& t : tokens) t = token++;
+        const std::int64_t accepted = is_committed || rng.chance(accept_all)
+                                          ? static_cast<std::int64_t>(tokens.size())
+                                          : rng.between(0, static_cast<int>(tokens.size()));
+        const Cursor before = pool.cursor(1).value();
+        ASSERT_EQ(before.live(), static_cast<std::int64_t>(live.size()));
+        const std::string where = describe(context) + ", step " + std::to_string(step) + ", live " +
+                                  std::to_string(live.size());
+        if (is_committed) {
+          runner.step({committed(1, tokens)});
+          shadow.fold(0, live);
+          shadow.decode(0, tokens);
+          live.clear();
+          shadow.expect_checkpoint(pool, 1, 0, where + ", committed");
+          continue;
+        }
+        const bool flushes_now = tentative_row_flushes(before, c.limits);
+        runner.step({tentative(1, tokens, accepted)});
+        if (flushes_now) {
+          ++flushes;
+          shadow.fold(0, live);
+          live.clear();
+          shadow.expect_checkpoint(pool, 1, 0, where + ", flush");
+        }
+        live.insert(live.end(), tokens.begin(), tokens.begin() + accepted);
+        if (HasFailure()) return;
+      }
+    }
+    EXPECT_GE(flushes, 5);
+  }
+}
+
+// A flush and a committed row with live records in a batch of both, with 2 threads.
+TEST_P(Mamba2Flush, CommittedRowFoldsLiveRecordsFirst) {
+  const Mamba2Case& c = GetParam();
+  const Mamba2Model model(c);
+  for (const CpuContext& context : Contexts({2})) {
+    StatePool pool = model.make_pool(3);
+    Mamba2Runner runner(model, pool, context);
+    for (std::int32_t slot = 0; slot < 3; ++slot) {
+      ASSERT_TRUE(is_ok(pool.reset(slot)));
+      runner.step({committed(slot, names(1, 0, 5))});
+      runner.step({tentative(slot, names(1, 5, 1), 1)});
+    }
+    // Slot 0 is flushed by hand, then decodes; slot 1 does both in one row; slot 2 token by token.
+    ASSERT_TRUE(is_ok(pool.force_flush(0)));
+    runner.step({tentative(0, names(9, 0, 1), 0), committed(1, names(1, 6, 4))});
+    EXPECT_EQ(pool.cursor(0).value(), (Cursor{6, 6, false}));
+    for (int i = 0; i < 4; ++i) {
+      runner.step({committed(2, names(1, 6 + i, 1)), committed(0, names(1, 6 + i, 1))});
+    }
+    for (int layer = 0; layer < c.layers; ++layer) {
+      EXPECT_TRUE(same_bytes(checkpoint_bytes(pool, layer, 0), checkpoint_bytes(pool, layer, 1)));
+      EXPECT_TRUE(same_bytes(checkpoint_bytes(pool, layer, 2), checkpoint_bytes(pool, layer, 1)));
+    }
+  }
+}
+
+TEST(Mamba2ForceFlush, HappensOnceAndOnlyWithLiveRecords) {
+  const Mamba2Model model(small_case("force", 8, 2));
+  StatePool pool = model.make_pool(1);
+  Mamba2Runner runner(model, pool, {});
+  ASSERT_TRUE(is_ok(pool.reset(0)));
+  // Nothing is live: the step does not flush and forgets the order.
+  ASSERT_TRUE(is_ok(pool.force_flush(0)));
+  EXPECT_TRUE(pool.cursor(0).value().force_flush);
+  runner.step({tentative(0, names(1, 0, 2), 2)});
+  EXPECT_EQ(pool.cursor(0).value(), (Cursor{0, 2, false}));
+  ASSERT_TRUE(is_ok(pool.force_flush(0)));
+  ASSERT_TRUE(is_ok(pool.force_flush(0)));  // twice is once
+  runner.step({tentative(0, names(1, 2, 2), 0)});
+  EXPECT_EQ(pool.cursor(0).value(), (Cursor{2, 2, false}));
+  runner.step({tentative(0, names(1, 2, 2), 1)});
+  EXPECT_EQ(pool.cursor(0).value(), (Cursor{2, 3, false}));
+  // A committed row clears it too.
+  ASSERT_TRUE(is_ok(pool.force_flush(0)));
+  runner.step({committed(0, names(1, 3, 2))});
+  EXPECT_EQ(pool.cursor(0).value(), (Cursor{5, 5, false}));
+}
+
+// Flush twice in a row: a full window, nothing accepted, a full window again.
+TEST(Mamba2ForceFlush, WindowEqualToDraftFlushesEveryStep) {
+  const Mamba2Case c = small_case("every", 4, 4);
+  const Mamba2Model model(c);
+  for (const CpuContext& context : Contexts()) {
+    StatePool pool = model.make_pool(1);
+    Mamba2Runner runner(model, pool, context);
+    PlainShadow shadow(model, 1, context);
+    SequenceOracle oracle(model);
+    ASSERT_TRUE(is_ok(pool.reset(0)));
+    shadow.reset(0);
+    std::vector<TokenId> live;
+    for (int step = 0; step < 12; ++step) {
+      const std::vector<TokenId> tokens = names(1, step * 4, 4);
+      const std::int64_t accepted = step % 5;
+      const bool flushes = !live.empty();
+      const StepOutput output = runner.step({tentative(0, tokens, accepted)});
+      expect_close(output[0], oracle.run(tokens, static_cast<std::size_t>(accepted)), c,
+                   "step " + std::to_string(step));
+      if (flushes) {
+        shadow.fold(0, live);
+        shadow.expect_checkpoint(pool, 0, 0, "step " + std::to_string(step));
+      }
+      live.assign(tokens.begin(), tokens.begin() + accepted);
+      EXPECT_EQ(pool.cursor(0).value().live(), accepted);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace replayssm::testing

@@ -1,0 +1,65 @@
+// What a checkpoint must hold, bit for bit: plain decoding, one committed token at a time, with the
+// state in f32; rounded to the checkpoint type exactly where the contract says it is encoded.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "support/mamba2_harness.h"
+#include "support/pool_access.h"
+
+namespace replayssm::testing {
+
+class PlainShadow {
+ public:
+  PlainShadow(const Mamba2Model& model, std::int64_t slots, const CpuContext& context)
+      : model_(model.plain()),
+        checkpoint_(model.test_case().checkpoint),
+        pool_(model_.make_pool(slots)),
+        runner_(model_, pool_, context) {}
+  PlainShadow(const PlainShadow&) = delete;
+  PlainShadow& operator=(const PlainShadow&) = delete;
+
+  void reset(std::int32_t slot) { EXPECT_TRUE(is_ok(pool_.reset(slot))); }
+  void copy(std::int32_t src, std::int32_t dst) { EXPECT_TRUE(is_ok(pool_.copy(src, dst))); }
+
+  /// decode, the recurrence over `tokens`, one encode.
+  void fold(std::int32_t slot, std::span<const TokenId> tokens) {
+    for (const TokenId token : tokens) runner_.step({committed(slot, {token})});
+    if (!tokens.empty()) encode(slot);
+  }
+  /// The tokens of a committed row: each one's state is encoded.
+  void decode(std::int32_t slot, std::span<const TokenId> tokens) {
+    for (const TokenId token : tokens) fold(slot, {&token, 1});
+  }
+
+  /// The checkpoints of `slot` in `pool` are the shadow's.
+  void expect_checkpoint(const StatePool& pool, std::int32_t slot, std::int32_t shadow_slot,
+                         const std::string& where) const {
+    const Mamba2Case& c = model_.test_case();
+    const std::int64_t shape[] = {c.shape.heads, c.shape.head_dim, c.shape.state_size};
+    for (int layer = 0; layer < c.layers; ++layer) {
+      EXPECT_TRUE(same_bits(checkpoint_values(pool, layer, slot),
+                            checkpoint_values(pool_, layer, shadow_slot), shape))
+          << where << ", layer " << layer;
+    }
+  }
+
+ private:
+  void encode(std::int32_t slot) {
+    if (checkpoint_ == DType::kF32) return;
+    for (int layer = 0; layer < model_.test_case().layers; ++layer) {
+      std::vector<float> values = checkpoint_values(pool_, layer, slot);
+      for (float& x : values) x = round_to(checkpoint_, x);
+      set_checkpoint(pool_, layer, slot, values);
+    }
+  }
+
+  Mamba2Model model_;
+  DType checkpoint_;
+  StatePool pool_;
+  Mamba2Runner runner_;
+};
+
+}  // namespace replayssm::testing
