@@ -1,7 +1,7 @@
 # Compile options shared by every target of this project; never exported to users of the library.
 add_library(rssm_options INTERFACE)
 target_compile_options(rssm_options INTERFACE
-  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion>
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion -Wno-missing-field-initializers>
   # A multiply and an add are fused only where a kernel says so; otherwise "the same operations in
   # the same order" would depend on the compiler's mood.
   $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)

@@ -107,9 +107,11 @@ Status data_loss(const Args&... args) {
 /// RSSM_ASSIGN_OR_RETURN(auto x, f()): returns f's status if it failed, else moves its value to x.
 #define RSSM_ASSIGN_OR_RETURN(lhs, expr) \
   RSSM_ASSIGN_OR_RETURN_IMPL(RSSM_CONCAT(rssm_result_, __LINE__), lhs, expr)
+// NOLINTBEGIN(bugprone-macro-parentheses): `tmp` and `lhs` are declarations
 #define RSSM_ASSIGN_OR_RETURN_IMPL(tmp, lhs, expr) \
   auto tmp = (expr);                               \
   if (!tmp.ok()) return tmp.status();              \
   lhs = std::move(tmp).value()
+// NOLINTEND(bugprone-macro-parentheses)
 
 }  // namespace replayssm

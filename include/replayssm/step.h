@@ -25,7 +25,7 @@ struct StepRow {
   std::int64_t token_count = 0;
   /// Of each token, the index in the row of the token it follows, -1 for the accepted prefix. Empty
   /// means a chain. Chains are what the kernels replay: a tree is refused, never flattened.
-  std::span<const std::int32_t> parents{};
+  std::span<const std::int32_t> parents;
 };
 
 }  // namespace replayssm

@@ -296,7 +296,8 @@ class NemotronH final : public Model {
       return unsupported(reader.name(), ": layer ", first - config.blocks.begin(),
                          " is a mixture of experts, which can be sized but not run yet");
     }
-    auto model = std::unique_ptr<NemotronH>(new NemotronH(std::move(config), checkpoint));
+    auto model =
+        std::unique_ptr<NemotronH>(new NemotronH(std::move(config), std::move(checkpoint)));
     RSSM_RETURN_IF_ERROR(model->read_weights(backend));
     return std::unique_ptr<Model>(std::move(model));
   }

@@ -30,9 +30,9 @@ struct EngineOptions {
   int window = 16;         // L, for replay
   int draft_capacity = 1;  // T: most tokens a verify row carries
   DType state = DType::kF32;
-  std::optional<DType> kv = std::nullopt;  // type of the KV cache; the model's if not set
-  std::int64_t sequences = 1;              // that can be open at once
-  std::int64_t context = 4096;             // tokens a sequence can hold
+  std::optional<DType> kv;      // type of the KV cache; the model's if not set
+  std::int64_t sequences = 1;   // that can be open at once
+  std::int64_t context = 4096;  // tokens a sequence can hold
   bool poison = false;
   /// Bytes states, rings and KV cache of all sequences may take; 0: no limit.
   std::size_t memory = 0;

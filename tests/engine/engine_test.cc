@@ -242,6 +242,68 @@ TEST_P(EngineTest, PromptRowsDoNotDependOnNeighboursOrThreads) {
   }
 }
 
+/// Rows may ask for logits of their last tokens only, each for another number.
+TEST_P(EngineTest, LogitsOfTheLastTokens) {
+  const auto e = engine(DecodeMode::kReplay, 4, 3, 3);
+  const std::array<Tokens, 3> rows = {tokens(9, 63), tokens(5, 64), tokens(3, 65)};
+  const auto step = [&](const std::array<std::int64_t, 3>& counts) {
+    std::array<std::int32_t, 3> s{};
+    for (std::int32_t& sequence : s) sequence = open_sequence(*e);
+    prompt_step(*e, s[2], rows[0]);
+    std::vector<Work> work;
+    for (std::size_t i = 0; i < 3; ++i) {
+      work.push_back({.sequence = s[i],
+                      .phase = i == 2 ? Phase::kVerify : Phase::kPrompt,
+                      .tokens = rows[i],
+                      .logits = counts[i]});
+    }
+    Logits logits = advance(*e, work);
+    for (const std::int32_t sequence : s) EXPECT_TRUE(is_ok(e->close(sequence)));
+    return logits;
+  };
+  const Logits all = step({9, 5, 3});
+  for (const std::array<std::int64_t, 3>& counts :
+       {std::array<std::int64_t, 3>{1, 1, 1}, {4, 0, 2}, {0, 5, 1}, {8, 2, 0}, {0, 0, 3}}) {
+    Logits want;
+    for (std::size_t i = 0, row = 0; i < 3; row += rows[i++].size()) {
+      for (std::size_t t = rows[i].size() - static_cast<std::size_t>(counts[i]); t < rows[i].size();
+           ++t) {
+        const auto logits = at(all, static_cast<std::int64_t>(row + t));
+        want.insert(want.end(), logits.begin(), logits.end());
+      }
+    }
+    // Near, not equal: the matrix library may add in another order for another number of tokens.
+    ASSERT_TRUE(near(step(counts), want, 1e-5f)) << counts[0] << counts[1] << counts[2];
+  }
+}
+
+/// C96: a verify row is computed as its tokens would be one by one, by the same kernels: the first
+/// token bit for bit, later ones, whose records come from other steps, up to the order of sums.
+TEST_P(EngineTest, VerifyRowEqualsItsTokensOneByOne) {
+  for (const DType state : {DType::kF32, DType::kBF16}) {
+    const auto together = engine(DecodeMode::kReplay, 16, 5, 1, true, state);
+    const auto single = engine(DecodeMode::kReplay, 16, 5, 1, true, state);
+    const std::int32_t t = open_sequence(*together);
+    const std::int32_t s = open_sequence(*single);
+    prompt_step(*together, t, tokens(12, 66));
+    prompt_step(*single, s, tokens(12, 66));
+    for (const std::int64_t count : {5, 2, 4}) {  // 11 records, then 5 more would just fit
+      const Tokens row = tokens(count, static_cast<std::uint64_t>(67 + count));
+      const Logits found = advance(
+          *together, {{.sequence = t, .phase = Phase::kVerify, .tokens = row, .logits = count}});
+      Logits want;
+      for (const std::int32_t token : row) {
+        const Logits next = decode_step(*single, s, token);
+        want.insert(want.end(), next.begin(), next.end());
+      }
+      if (*together->position(t) == 12 + count) {  // before the two have met other last bits
+        ASSERT_TRUE(same_bits(at(found, 0), at(want, 0))) << count << ", " << to_string(state);
+      }
+      ASSERT_TRUE(near(found, want, schedule_bound())) << count << ", " << to_string(state);
+    }
+  }
+}
+
 /// C21: a prompt, or the last chunk of one, of exactly T tokens is a prompt, not a verify row.
 TEST_P(EngineTest, PromptsOfDraftLengthAreStillPrompts) {
   for (const int drafts : {2, 3, 5}) {

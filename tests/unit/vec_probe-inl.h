@@ -1,6 +1,8 @@
 #pragma once
 
+#include "cpu/gates.h"
 #include "cpu/simd/vec.h"
+#include "cpu/simd/vec_math.h"
 #include "unit/vec_probe.h"
 
 namespace replayssm::testing {
@@ -32,6 +34,14 @@ const VecProbe& vec_probe() {
       },
       [](const float* in) { return V::load(in).sum(); },
       [](const float* in) { return V::load(in).max_lane(); },
+      [](const float* in, float* out) {
+        V v[8];
+        for (int i = 0; i < 8; ++i) v[i] = V::load(in + i * V::kLanes);
+        V::sum8(v, out);
+      },
+      [](const float* in, float* out) { cpu::exp<Isa>(V::load(in)).store(out); },
+      [](const float* in, float* out) { cpu::silu<Isa>(V::load(in)).store(out); },
+      [](float a, const float* dt, int n, float* out) { cpu::mamba2_decays<Isa>(a, dt, n, out); },
   };
   return probe;
 }

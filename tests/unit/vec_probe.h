@@ -23,6 +23,11 @@ struct VecProbe {
   void (*arithmetic)(const float* a, const float* b, const float* c, float* out);
   float (*sum)(const float* in);
   float (*max_lane)(const float* in);
+  // out[i] = sum of vector i, for eight vectors one after the other.
+  void (*sum8)(const float* in, float* out);
+  void (*exp)(const float* in, float* out);
+  void (*silu)(const float* in, float* out);
+  void (*decays)(float a, const float* dt, int n, float* out);
 };
 
 const VecProbe& vec_probe_generic();

@@ -1,6 +1,7 @@
 // The vectors of every instruction set against scalar code.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -118,6 +119,8 @@ TEST(Vec, PartialLoadsAndStoresTouchNothingBeyond) {
       // a read beyond it.
       std::vector<float> in(static_cast<std::size_t>(n));
       std::vector<BF16> b(static_cast<std::size_t>(n));
+      in.reserve(1);  // an address also where there is no element
+      b.reserve(1);
       for (int i = 0; i < n; ++i) {
         in[static_cast<std::size_t>(i)] = static_cast<float>(i) + 1.0f;
         b[static_cast<std::size_t>(i)] = to_bf16(static_cast<float>(i) + 1.0f);
@@ -223,6 +226,113 @@ TEST(Vec, SumAndMaxUseEveryLane) {
       if (lanes == 8) {
         EXPECT_EQ(bits(probe->sum(values.data())), bits(vec_probe_generic().sum(values.data())));
       }
+    }
+  }
+}
+
+// Eight sums at once are the eight sums, bit for bit.
+TEST(Vec, SumOfEightIsEightSums) {
+  Rng rng(7);
+  for (const auto& [isa, probe] : probes()) {
+    const auto lanes = static_cast<std::size_t>(probe->lanes);
+    std::vector<float> values(lanes * 8);
+    for (int round = 0; round < 1000; ++round) {
+      for (float& x : values) x = rng.normal();
+      float sums[8];
+      probe->sum8(values.data(), sums);
+      for (std::size_t i = 0; i < 8; ++i) {
+        ASSERT_EQ(bits(sums[i]), bits(probe->sum(&values[i * lanes])))
+            << to_string(isa) << " vector " << i;
+      }
+    }
+  }
+}
+
+/// Calls `check(x, f(x))` for values all over the range of floats, many where e^x is neither 0 nor
+/// infinite.
+template <typename Check>
+void for_many_values(const NamedProbe& named, void (*function)(const float*, float*), Check check) {
+  const auto lanes = static_cast<std::size_t>(named.probe->lanes);
+  Rng rng(8);
+  std::vector<float> in(lanes);
+  std::vector<float> out(lanes);
+  for (int round = 0; round < 40'000; ++round) {
+    for (float& x : in) {
+      x = round % 4 == 0 ? std::bit_cast<float>(static_cast<std::uint32_t>(rng.next()))
+                         : rng.uniform(-112.0f, 96.0f) * (round % 4 == 1 ? 1e-3f : 1.0f);
+    }
+    function(in.data(), out.data());
+    for (std::size_t i = 0; i < lanes; ++i) check(in[i], out[i]);
+    if (::testing::Test::HasFatalFailure()) return;
+  }
+}
+
+TEST(Vec, ExpIsWithinTwoUlp) {
+  for (const NamedProbe& named : probes()) {
+    for_many_values(named, named.probe->exp, [&](float x, float y) {
+      if (std::isnan(x)) {
+        ASSERT_TRUE(std::isnan(y)) << to_string(named.isa);
+        return;
+      }
+      const double exact = std::exp(static_cast<double>(x));
+      if (exact > 3.4028235e38) {
+        ASSERT_TRUE(std::isinf(y) || y > 3.40e38f) << to_string(named.isa) << " exp(" << x << ")";
+        return;
+      }
+      // A unit in the last place of the nearest float, subnormal ones included.
+      const double ulp =
+          std::max(std::ldexp(1.0, std::ilogb(std::max(exact, 1e-300)) - 23), 0x1p-149);
+      ASSERT_LE(std::abs(static_cast<double>(y) - exact), 2.0 * ulp)
+          << to_string(named.isa) << " exp(" << x << ") = " << y;
+    });
+    const auto lanes = static_cast<std::size_t>(named.probe->lanes);
+    std::vector<float> out(lanes);
+    const float infinity = std::numeric_limits<float>::infinity();
+    for (const auto& [x, want] : {std::pair{-infinity, 0.0f},
+                                  {infinity, infinity},
+                                  {0.0f, 1.0f},
+                                  {-0.0f, 1.0f},
+                                  {-200.0f, 0.0f},
+                                  {-3e38f, 0.0f}}) {
+      const std::vector<float> in(lanes, x);
+      named.probe->exp(in.data(), out.data());
+      for (const float y : out) EXPECT_EQ(y, want) << to_string(named.isa) << " exp(" << x << ")";
+    }
+  }
+}
+
+TEST(Vec, SiluFollowsItsDefinition) {
+  for (const NamedProbe& named : probes()) {
+    for_many_values(named, named.probe->silu, [&](float x, float y) {
+      if (!std::isfinite(x)) return;
+      const double exact = static_cast<double>(x) / (1.0 + std::exp(-static_cast<double>(x)));
+      ASSERT_LE(std::abs(static_cast<double>(y) - exact), 1e-6 * std::abs(exact) + 1e-36)
+          << to_string(named.isa) << " silu(" << x << ") = " << y;
+    });
+  }
+}
+
+// A decay depends on a and its dt only: not on its place in the vector or on its neighbours.
+TEST(Vec, DecaysDoNotDependOnTheirNeighbours) {
+  Rng rng(9);
+  for (const auto& [isa, probe] : probes()) {
+    for (int round = 0; round < 300; ++round) {
+      const float a = -rng.uniform(0.01f, 20.0f);
+      std::vector<float> dt(80);
+      for (float& x : dt) x = rng.uniform(0.0f, 8.0f);
+      std::vector<float> all(80);
+      probe->decays(a, dt.data(), 80, all.data());
+      const auto n = static_cast<std::size_t>(rng.between(1, 80));
+      const auto first = static_cast<std::size_t>(rng.below(static_cast<std::int64_t>(81 - n)));
+      std::vector<float> some(n + 1, -7.0f);
+      probe->decays(a, &dt[first], static_cast<int>(n), some.data());
+      for (std::size_t i = 0; i < n; ++i) {
+        ASSERT_EQ(bits(some[i]), bits(all[first + i])) << to_string(isa) << " n " << n;
+        ASSERT_NEAR(static_cast<double>(some[i]),
+                    std::exp(static_cast<double>(a) * static_cast<double>(dt[first + i])), 1e-5)
+            << to_string(isa);
+      }
+      ASSERT_EQ(some[n], -7.0f) << to_string(isa);
     }
   }
 }

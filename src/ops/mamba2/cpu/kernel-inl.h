@@ -29,6 +29,8 @@ class Mamba2Kernel {
   static constexpr int kChunk = 16;
   static constexpr int kBlock = 8;  // state rows processed together; divides every head_dim
   static constexpr int kRows = 4;   // of them in registers at a time
+  static constexpr bool kNarrow = sizeof(State) < sizeof(float);
+  static constexpr int kAhead = 4 * kBlock;  // rows between a load and what is prefetched beside it
   static constexpr std::int64_t kLineElements = 64 / static_cast<std::int64_t>(sizeof(State));
 
  public:
@@ -119,7 +121,7 @@ class Mamba2Kernel {
   /// Several rows are walked side by side, which hardware prefetchers follow badly: ask for the
   /// same place of the next block of rows. Past the end of the state this is a harmless hint.
   static void prefetch_next(const State* row, std::int64_t n, std::int64_t state_size) {
-    if (n % kLineElements == 0) __builtin_prefetch(row + n + kBlock * state_size);
+    if (n % kLineElements == 0) __builtin_prefetch(row + n + kAhead * state_size);
   }
 
   /// y[p..p+8) = (sum + D x) * silu(z).
@@ -193,10 +195,10 @@ class Mamba2Kernel {
       const State* in = zero ? nullptr : in_place ? out : state_in(task, head, p);
       for (int t = 0; t < count; ++t) {
         V sum[kBlock];
-        for (int r = 0; r < kBlock; r += kRows) {
-          const std::int64_t at = r * task.state_size;
-          advance_rows(task, head, first + t, p + r, dt[t], decay[t],
-                       in == nullptr ? nullptr : in + at, out + at, sum + r);
+        if (kNarrow || count > 1) {
+          advance_block<kRows>(task, head, first + t, p, dt[t], decay[t], in, out, sum);
+        } else {
+          advance_block<1>(task, head, first + t, p, dt[t], decay[t], in, out, sum);
         }
         in = out;
         float y[kBlock];
@@ -206,6 +208,21 @@ class Mamba2Kernel {
     }
   }
 
+  /// One token through a block of rows, R of them side by side. A row at a time follows memory
+  /// front to back, which is worth most when the state comes from memory; several rows share the
+  /// loads of B and C, which is worth more when it is in cache or has to be converted.
+  template <int R>
+  static void advance_block(const Mamba2Task& task, std::int64_t head, std::int64_t token,
+                            std::int64_t p, float dt, float decay, const State* in, State* out,
+                            V* sums) {
+    for (int r = 0; r < kBlock; r += R) {
+      const std::int64_t at = r * task.state_size;
+      advance_rows<R>(task, head, token, p + r, dt, decay, in == nullptr ? nullptr : in + at,
+                      out + at, sums + r);
+    }
+  }
+
+  template <int R>
   static void advance_rows(const Mamba2Task& task, std::int64_t head, std::int64_t token,
                            std::int64_t p, float dt, float decay, const State* in, State* out,
                            V* sums) {
@@ -213,16 +230,16 @@ class Mamba2Kernel {
     const Act* b = token_b(task, token);
     const Act* c = token_c(task, token);
     const V a = V::broadcast(decay);
-    V u[kRows];
-    V sum[kRows];
-    for (int r = 0; r < kRows; ++r) {
+    V u[R];
+    V sum[R];
+    for (int r = 0; r < R; ++r) {
       u[r] = V::broadcast(dt * to_float(x[p + r]));
       sum[r] = V::zero();
     }
     for (std::int64_t n = 0; n < task.state_size; n += kLanes) {
       const V bn = V::load(b + n);
       const V cn = V::load(c + n);
-      for (int r = 0; r < kRows; ++r) {
+      for (int r = 0; r < R; ++r) {
         const std::int64_t at = r * task.state_size + n;
         prefetch_next(out + r * task.state_size, n, task.state_size);
         const V s = fma(in == nullptr ? V::zero() : V::load(in + at), a, u[r] * bn);
@@ -230,7 +247,7 @@ class Mamba2Kernel {
         sum[r] = fma(s, cn, sum[r]);
       }
     }
-    for (int r = 0; r < kRows; ++r) sums[r] = sum[r];
+    for (int r = 0; r < R; ++r) sums[r] = sum[r];
   }
 
   // ---- Tentative rows ----
@@ -310,38 +327,57 @@ class Mamba2Kernel {
   static void read_rows(const State* s, std::int64_t state_size, const Window& window, int tokens,
                         const float* scale, std::int64_t p, float (*y)[kMaxHeadDim]) {
     int t = 0;
-    for (; t + 4 <= tokens; t += 4)
-      read_tiles<2, 4>(s, state_size, window.c + t, scale + t, p, y + t);
-    for (; t + 2 <= tokens; t += 2)
-      read_tiles<4, 2>(s, state_size, window.c + t, scale + t, p, y + t);
-    if (t < tokens) read_tiles<8, 1>(s, state_size, window.c + t, scale + t, p, y + t);
+    for (; t + 4 <= tokens; t += 4) {
+      read_block<kNarrow ? 2 : 1, 4>(s, state_size, window.c + t, scale + t, p, y + t);
+    }
+    for (; t + 2 <= tokens; t += 2) {
+      read_block<kNarrow ? 4 : 1, 2>(s, state_size, window.c + t, scale + t, p, y + t);
+    }
+    if (t < tokens) {
+      read_block<kNarrow ? 8 : 1, 1>(s, state_size, window.c + t, scale + t, p, y + t);
+    }
   }
 
-  /// R rows by T tokens in eight accumulators at a time.
+  /// T tokens, R rows side by side (see advance_block); eight dot products are reduced at a time.
   template <int R, int T>
-  static void read_tiles(const State* s, std::int64_t state_size, const float (*c)[kMaxStateSize],
+  static void read_block(const State* s, std::int64_t state_size, const float (*c)[kMaxStateSize],
                          const float* scale, std::int64_t p, float (*y)[kMaxHeadDim]) {
-    static_assert(R * T == 8);
-    for (int first = 0; first < kBlock; first += R) {
-      const State* rows = s + first * state_size;
-      V sum[8];
-      for (V& v : sum) v = V::zero();
-      for (std::int64_t n = 0; n < state_size; n += kLanes) {
-        V row[R];
-        for (int r = 0; r < R; ++r) {
-          prefetch_next(rows + r * state_size, n, state_size);
-          row[r] = V::load(rows + r * state_size + n);
-        }
-        for (int t = 0; t < T; ++t) {
-          const V cn = V::load(c[t] + n);
-          for (int r = 0; r < R; ++r) sum[t * R + r] = fma(row[r], cn, sum[t * R + r]);
-        }
+    constexpr int kSumRows = 8 / T;
+    for (int first = 0; first < kBlock; first += kSumRows) {
+      V sum[8];  // [token][row]
+      for (int r = 0; r < kSumRows; r += R) {
+        read_tile<R, T, kSumRows>(s + (first + r) * state_size, state_size, c, sum + r);
       }
       float sums[8];
       V::sum8(sum, sums);
       for (int t = 0; t < T; ++t) {
-        for (int r = 0; r < R; ++r) y[t][p + first + r] = scale[t] * sums[t * R + r];
+        for (int r = 0; r < kSumRows; ++r) {
+          y[t][p + first + r] = scale[t] * sums[t * kSumRows + r];
+        }
       }
+    }
+  }
+
+  template <int R, int T, int kStride>
+  static void read_tile(const State* rows, std::int64_t state_size, const float (*c)[kMaxStateSize],
+                        V* sums) {
+    V sum[T][R];
+    for (int t = 0; t < T; ++t) {
+      for (int r = 0; r < R; ++r) sum[t][r] = V::zero();
+    }
+    for (std::int64_t n = 0; n < state_size; n += kLanes) {
+      V row[R];
+      for (int r = 0; r < R; ++r) {
+        prefetch_next(rows + r * state_size, n, state_size);
+        row[r] = V::load(rows + r * state_size + n);
+      }
+      for (int t = 0; t < T; ++t) {
+        const V cn = V::load(c[t] + n);
+        for (int r = 0; r < R; ++r) sum[t][r] = fma(row[r], cn, sum[t][r]);
+      }
+    }
+    for (int t = 0; t < T; ++t) {
+      for (int r = 0; r < R; ++r) sums[t * kStride + r] = sum[t][r];
     }
   }
 
