@@ -21,9 +21,9 @@ Mamba2Case operands_case() {
   return c;
 }
 
-class Mamba2Operands_ : public ::testing::Test {
+class OperandChecks : public ::testing::Test {
  protected:
-  Mamba2Operands_()
+  OperandChecks()
       : model_(operands_case()),
         pool_(model_.make_pool(3)),
         runner_(model_, pool_, {}),
@@ -72,7 +72,7 @@ class Mamba2Operands_ : public ::testing::Test {
   std::vector<RowSpec> rows_;
 };
 
-TEST_F(Mamba2Operands_, WrongOnesAreRefusedAndNothingIsWritten) {
+TEST_F(OperandChecks, WrongOnesAreRefusedAndNothingIsWritten) {
   using O = Mamba2Operands;
   static float wrong_size[5] = {};
   const auto vector_of = [](std::int64_t size, DType type = DType::kF32) {
@@ -180,7 +180,7 @@ TEST_F(Mamba2Operands_, WrongOnesAreRefusedAndNothingIsWritten) {
   EXPECT_EQ(pool_.cursor(1).value(), (Cursor{5, 6, false}));
 }
 
-TEST_F(Mamba2Operands_, WrongConvolutionOperandsAreRefused) {
+TEST_F(OperandChecks, WrongConvolutionOperandsAreRefused) {
   using O = CausalConv1dOperands;
   const std::int64_t channels = model_.test_case().conv_channels();
   struct ConvEdit {
@@ -241,7 +241,7 @@ TEST_F(Mamba2Operands_, WrongConvolutionOperandsAreRefused) {
   ASSERT_TRUE(is_ok(runner_.commit(*step, rows_)));
 }
 
-TEST_F(Mamba2Operands_, PartsRunOncePerStep) {
+TEST_F(OperandChecks, PartsRunOncePerStep) {
   Result<Step> step = pool_.begin_step(step_rows(rows_));
   ASSERT_TRUE(is_ok(step));
   auto b = runner_.buffers(0, *step, rows_);
@@ -301,7 +301,7 @@ TEST(Mamba2Parameters, LayerWithoutConvolution) {
 }
 
 // Operands of more tokens than the step has are fine; the rest is not touched.
-TEST_F(Mamba2Operands_, LongerOperandsAreFine) {
+TEST_F(OperandChecks, LongerOperandsAreFine) {
   Result<Step> step = pool_.begin_step(step_rows(rows_));
   ASSERT_TRUE(is_ok(step));
   auto b = runner_.buffers(0, *step, rows_, 3);
@@ -315,7 +315,7 @@ TEST_F(Mamba2Operands_, LongerOperandsAreFine) {
 }
 
 // Operands whose token counts differ from each other are one mistake or another.
-TEST_F(Mamba2Operands_, OperandsOfDifferentLengthsAreRefused) {
+TEST_F(OperandChecks, OperandsOfDifferentLengthsAreRefused) {
   Result<Step> step = pool_.begin_step(step_rows(rows_));
   ASSERT_TRUE(is_ok(step));
   auto b = runner_.buffers(0, *step, rows_, 3);

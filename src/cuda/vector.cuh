@@ -1,0 +1,82 @@
+// Elements of activations and checkpoints as fp32 in registers.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "replayssm/dtype.h"
+
+namespace replayssm::cuda {
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ float widen(BF16 x) {
+  return __uint_as_float(static_cast<std::uint32_t>(x.bits) << 16);
+}
+
+template <typename T>
+__device__ __forceinline__ T narrow(float x);
+template <>
+__device__ __forceinline__ float narrow<float>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ BF16 narrow<BF16>(float x) {
+  return BF16{__bfloat16_as_ushort(__float2bfloat16_rn(x))};
+}
+
+/// kCount consecutive elements as loaded: a multiple of 4 bytes.
+template <typename T, int kCount>
+struct Packed {
+  static constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
+  static constexpr int kWords = kBytes / 4;
+  static_assert(kBytes % 4 == 0);
+  std::uint32_t word[kWords];
+
+  __device__ __forceinline__ float operator[](int i) const {
+    if constexpr (sizeof(T) == 4) {
+      return __uint_as_float(word[i]);
+    } else {
+      return __uint_as_float(i % 2 == 0 ? word[i / 2] << 16 : word[i / 2] & 0xffff0000u);
+    }
+  }
+
+  __device__ __forceinline__ void set(int i, float even, float odd) {
+    // Elements 2i and 2i + 1.
+    if constexpr (sizeof(T) == 4) {
+      word[2 * i] = __float_as_uint(even);
+      word[2 * i + 1] = __float_as_uint(odd);
+    } else {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(even, odd);
+      word[i] = static_cast<std::uint32_t>(__bfloat16_as_ushort(pair.x)) |
+                static_cast<std::uint32_t>(__bfloat16_as_ushort(pair.y)) << 16;
+    }
+  }
+};
+
+/// The widest loads the size allows; `from` is aligned to min(16, size).
+template <typename T, int kCount>
+__device__ __forceinline__ Packed<T, kCount> load_packed(const T* from) {
+  Packed<T, kCount> out;
+  constexpr int kWords = Packed<T, kCount>::kWords;
+  if constexpr (kWords % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < kWords / 4; ++i) {
+      const uint4 v = reinterpret_cast<const uint4*>(from)[i];
+      out.word[4 * i] = v.x;
+      out.word[4 * i + 1] = v.y;
+      out.word[4 * i + 2] = v.z;
+      out.word[4 * i + 3] = v.w;
+    }
+  } else if constexpr (kWords == 2) {
+    const uint2 v = *reinterpret_cast<const uint2*>(from);
+    out.word[0] = v.x;
+    out.word[1] = v.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) out.word[i] = reinterpret_cast<const std::uint32_t*>(from)[i];
+  }
+  return out;
+}
+
+}  // namespace replayssm::cuda

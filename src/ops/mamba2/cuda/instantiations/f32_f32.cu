@@ -1,0 +1,7 @@
+#include "ops/mamba2/cuda/kernel.cuh"
+
+namespace replayssm::cuda {
+
+RSSM_INSTANTIATE_MAMBA2(float, float)
+
+}  // namespace replayssm::cuda

@@ -1,0 +1,178 @@
+#include "ops/mamba2/cuda/launch.h"
+
+#include "ops/mamba2/cuda/kernel.cuh"
+
+namespace replayssm::cuda {
+namespace {
+
+Status check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return {};
+  return make_status(StatusCode::kInternal, what, ": ", cudaGetErrorString(error));
+}
+
+/// Kernels move 16 bytes at a time: addresses and strides must be multiples of that.
+Status check_pointer(const char* name, const void* at) {
+  if (at == nullptr) return invalid_argument(name, " is null, expected device memory");
+  const auto rest = reinterpret_cast<std::uintptr_t>(at) % 16;
+  if (rest == 0) return {};
+  return invalid_argument(name, " is at an address that is ", rest, " mod 16, expected 0");
+}
+
+Status check_stride(const char* name, std::int64_t elements, DType dtype) {
+  const std::int64_t bytes = elements * static_cast<std::int64_t>(size_of(dtype));
+  if (bytes % 16 == 0) return {};
+  return invalid_argument(name, " is ", elements, " elements or ", bytes,
+                          " bytes, expected a multiple of 16 bytes");
+}
+
+Status validate_geometry(const Mamba2CudaParams& p) {
+  if (p.heads < 1 || p.groups < 1 || p.heads % p.groups != 0) {
+    return invalid_argument("heads is ", p.heads, ", expected a multiple of groups ", p.groups);
+  }
+  if (p.head_dim < 16 || p.head_dim > 256 || p.head_dim % 16 != 0) {
+    return unsupported("head_dim is ", p.head_dim, ", CUDA kernels take multiples of 16 up to 256");
+  }
+  if (p.state_size != 64 && p.state_size != 128 && p.state_size != 256) {
+    return unsupported("state_size is ", p.state_size, ", CUDA kernels take 64, 128 or 256");
+  }
+  const ReplayLimits& limits = p.limits;
+  if (limits.draft_capacity < 1 || limits.draft_capacity > limits.window) {
+    return invalid_argument("draft capacity T is ", limits.draft_capacity,
+                            ", expected 1 to the window L = ", limits.window);
+  }
+  if (limits.window > ReplayLimits::kMaxWindow ||
+      limits.draft_capacity > ReplayLimits::kMaxDraftCapacity) {
+    return unsupported("window ", limits.window, " and draft capacity ", limits.draft_capacity,
+                       ", kernels take up to ", ReplayLimits::kMaxWindow, " and ",
+                       ReplayLimits::kMaxDraftCapacity);
+  }
+  if (p.row_count < 0 || p.token_count < 0 || p.slots < 1) {
+    return invalid_argument(p.row_count, " rows, ", p.token_count, " tokens and ", p.slots,
+                            " slots, expected none negative and a slot");
+  }
+  return {};
+}
+
+template <typename State, typename Act>
+Mamba2KernelFunction find(const Mamba2CudaParams& p, int tile_rows) {
+  return mamba2_step_function<State, Act>(static_cast<int>(p.state_size), tile_rows);
+}
+
+Mamba2KernelFunction find_kernel(const Mamba2CudaParams& p, int tile_rows) {
+  const bool f32_state = p.checkpoint == DType::kF32;
+  const bool f32_act = p.activation == DType::kF32;
+  if (f32_state && f32_act) return find<float, float>(p, tile_rows);
+  if (f32_state && p.activation == DType::kBF16) return find<float, BF16>(p, tile_rows);
+  if (p.checkpoint == DType::kBF16 && p.activation == DType::kBF16) {
+    return find<BF16, BF16>(p, tile_rows);
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+Result<CudaDeviceInfo> query_device(int index) {
+  CudaDeviceInfo info;
+  info.index = index;
+  const auto get = [&](cudaDeviceAttr attribute, auto& out) -> Status {
+    int value = 0;
+    RSSM_RETURN_IF_ERROR(check(cudaDeviceGetAttribute(&value, attribute, index), "device query"));
+    out = static_cast<std::remove_reference_t<decltype(out)>>(value);
+    return {};
+  };
+  int major = 0;
+  int minor = 0;
+  RSSM_RETURN_IF_ERROR(get(cudaDevAttrMultiProcessorCount, info.multiprocessors));
+  RSSM_RETURN_IF_ERROR(get(cudaDevAttrMaxSharedMemoryPerBlockOptin, info.shared_per_block));
+  RSSM_RETURN_IF_ERROR(
+      get(cudaDevAttrMaxSharedMemoryPerMultiprocessor, info.shared_per_multiprocessor));
+  RSSM_RETURN_IF_ERROR(get(cudaDevAttrComputeCapabilityMajor, major));
+  RSSM_RETURN_IF_ERROR(get(cudaDevAttrComputeCapabilityMinor, minor));
+  info.compute_capability = 10 * major + minor;
+  return info;
+}
+
+Status validate_mamba2(const Mamba2CudaParams& p) {
+  RSSM_RETURN_IF_ERROR(validate_geometry(p));
+  if (find_kernel(p, p.state_size > 128 ? 8 : 16) == nullptr) {
+    return unsupported("no CUDA kernel for a ", to_string(p.checkpoint), " checkpoint with ",
+                       to_string(p.activation),
+                       " activations; there are f32/f32, f32/bf16 and bf16/bf16");
+  }
+  if (p.row_count > 0 && (p.rows == nullptr || p.cursors == nullptr || p.a == nullptr)) {
+    return invalid_argument("rows, cursors or A is null, expected device memory");
+  }
+  struct Stride {
+    const char* name;
+    std::int64_t elements;
+    DType dtype;
+  };
+  RSSM_RETURN_IF_ERROR(check_pointer("state", p.state));
+  RSSM_RETURN_IF_ERROR(check_pointer("ring_x", p.ring_x));
+  RSSM_RETURN_IF_ERROR(check_pointer("ring_b", p.ring_b));
+  RSSM_RETURN_IF_ERROR(check_pointer("ring_dt", p.ring_dt));
+  const Stride state_strides[] = {
+      {"state slot stride", p.state_slot_stride, p.checkpoint},
+      {"state head stride", p.state_head_stride, p.checkpoint},
+      {"x ring slot stride", p.ring_x_slot_stride, p.activation},
+      {"x ring head stride", p.ring_x_head_stride, p.activation},
+      {"x ring place stride", p.ring_x_place_stride, p.activation},
+      {"B ring slot stride", p.ring_b_slot_stride, p.activation},
+      {"B ring group stride", p.ring_b_group_stride, p.activation},
+      {"B ring place stride", p.ring_b_place_stride, p.activation},
+  };
+  for (const Stride& s : state_strides) {
+    RSSM_RETURN_IF_ERROR(check_stride(s.name, s.elements, s.dtype));
+  }
+  if (p.token_count > 0) {
+    RSSM_RETURN_IF_ERROR(check_pointer("x", p.x));
+    RSSM_RETURN_IF_ERROR(check_pointer("B", p.b));
+    RSSM_RETURN_IF_ERROR(check_pointer("C", p.c));
+    RSSM_RETURN_IF_ERROR(check_pointer("dt", p.dt));
+    RSSM_RETURN_IF_ERROR(check_pointer("y", p.y));
+    const Stride token_strides[] = {
+        {"x token stride", p.x_token_stride, p.activation},
+        {"x head stride", p.x_head_stride, p.activation},
+        {"B token stride", p.b_token_stride, p.activation},
+        {"B group stride", p.b_group_stride, p.activation},
+        {"C token stride", p.c_token_stride, p.activation},
+        {"C group stride", p.c_group_stride, p.activation},
+    };
+    for (const Stride& s : token_strides) {
+      RSSM_RETURN_IF_ERROR(check_stride(s.name, s.elements, s.dtype));
+    }
+  }
+  return {};
+}
+
+Status mamba2_cuda_step(const Mamba2CudaParams& params, const Mamba2CudaConfig& config,
+                        cudaStream_t stream) {
+  RSSM_RETURN_IF_ERROR(validate_mamba2(params));
+  if (config.blocks == 0) return {};
+  const Mamba2KernelFunction kernel = find_kernel(params, config.tile_rows);
+  if (kernel == nullptr) {
+    return unsupported("no kernel for tiles of ", config.tile_rows, " rows at state size ",
+                       params.state_size);
+  }
+  const Mamba2Launch& launch = config.launch;
+  if (launch.warps < 1 || launch.warps > kMamba2MaxWarps) {
+    return invalid_argument("warps per block is ", launch.warps, ", expected 1 to ",
+                            kMamba2MaxWarps);
+  }
+  RSSM_RETURN_IF_ERROR(
+      check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                 cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared.bytes),
+            "shared memory of the Mamba-2 step"));
+  kernel<<<static_cast<unsigned>(config.blocks), static_cast<unsigned>(launch.warps * kWarpLanes),
+           static_cast<std::size_t>(launch.shared.bytes), stream>>>(params, launch);
+  return check(cudaGetLastError(), "launch of the Mamba-2 step");
+}
+
+Status mamba2_cuda_step(const Mamba2CudaParams& params, const CudaDeviceInfo& device,
+                        cudaStream_t stream) {
+  RSSM_RETURN_IF_ERROR(validate_mamba2(params));
+  RSSM_ASSIGN_OR_RETURN(const Mamba2CudaConfig config, choose_mamba2_config(params, device));
+  return mamba2_cuda_step(params, config, stream);
+}
+
+}  // namespace replayssm::cuda
