@@ -15,6 +15,10 @@
 #include <string_view>
 #include <vector>
 
+#if defined(__linux__)
+#include <unistd.h>
+#endif
+
 #include "replayssm/cpu.h"
 #include "replayssm/ops/mamba2.h"
 #include "replayssm/state_pool.h"
@@ -99,7 +103,18 @@ class Memory {
 // ---- Cases ----
 
 constexpr Mamba2Shape kShape{.heads = 64, .head_dim = 64, .state_size = 128, .groups = 8};
-constexpr std::size_t kResidentBytes = std::size_t{256} << 20;  // at least, of states per case
+
+/// Bytes of states per case, and of the bandwidth loops: more than the last-level cache, which is
+/// shared by the whole socket, as far as a machine with a huge one allows.
+std::size_t resident_bytes() {
+  constexpr std::size_t kLeast = std::size_t{256} << 20;
+  constexpr std::size_t kMost = std::size_t{1} << 30;
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+  const long cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  if (cache > 0) return std::clamp(static_cast<std::size_t>(cache) / 4 * 5, kLeast, kMost);
+#endif
+  return kLeast;
+}
 
 struct CaseOptions {
   std::string name;
@@ -117,8 +132,8 @@ class Case {
       : options_(options), batch_(batch), context_(context) {
     const std::size_t state_bytes =
         static_cast<std::size_t>(kShape.state_elements()) * size_of(options.checkpoint);
-    layers_ =
-        std::max<std::size_t>(2, kResidentBytes / (state_bytes * static_cast<std::size_t>(batch)));
+    layers_ = std::max<std::size_t>(
+        2, resident_bytes() / (state_bytes * static_cast<std::size_t>(batch)));
     StatePoolOptions pool_options;
     pool_options.layers.assign(layers_, LayerSpec{.recurrence = kShape, .conv = {}});
     pool_options.slots = batch;
@@ -248,7 +263,7 @@ std::vector<CaseOptions> all_cases() {
 }
 
 void run_group(const CpuContext& context, std::int64_t batch, double seconds) {
-  Memory memory(kResidentBytes);
+  Memory memory(resident_bytes());
   std::vector<std::unique_ptr<Case>> cases;
   for (const CaseOptions& options : all_cases()) {
     cases.push_back(std::make_unique<Case>(options, batch, context));

@@ -13,9 +13,9 @@ namespace {
 // Nominal rates of one core. Only their proportions matter; docs/kernels/mamba2-cpu.md holds the
 // measurements they come from.
 constexpr double kClock = 3e9;             // Hz
-constexpr double kMemoryBandwidth = 12e9;  // bytes/s read from memory
+constexpr double kMemoryBandwidth = 10e9;  // bytes/s read from memory
 constexpr double kCacheBandwidth = 60e9;   // bytes/s read from the last-level cache
-constexpr double kWriteShare = 0.15;       // of a read's time, to write back a line just read
+constexpr double kWriteShare = 0.02;       // of a read's time, to write back a line just read
 constexpr double kOpsPerCycle = 2;         // vector multiplications or additions
 constexpr double kDecodeOps = 2;           // vector operations to widen bf16
 constexpr double kEncodeOps = 7;           // and to round to it

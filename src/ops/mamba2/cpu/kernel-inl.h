@@ -30,7 +30,7 @@ class Mamba2Kernel {
   static constexpr int kBlock = 8;  // state rows processed together; divides every head_dim
   static constexpr int kRows = 4;   // of them in registers at a time
   static constexpr bool kNarrow = sizeof(State) < sizeof(float);
-  static constexpr int kAhead = 4 * kBlock;  // rows between a load and what is prefetched beside it
+  static constexpr int kAhead = 2 * kBlock;  // rows between a load and what is prefetched beside it
   static constexpr std::int64_t kLineElements = 64 / static_cast<std::int64_t>(sizeof(State));
 
  public:
@@ -381,6 +381,20 @@ class Mamba2Kernel {
     }
   }
 
+  /// One term's share of asking for the next head while the window's arithmetic leaves memory idle:
+  /// its record, once, and state lines beyond those that prefetch_next has asked for.
+  static void prefetch_next_head(const Mamba2Task& task, std::int64_t head, const Act* record_x,
+                                 int token, int term) {
+    constexpr int kLinesPerTerm = 4;
+    const State* ahead = state_out(task, head + 1, 0) + kAhead * task.state_size;
+    const int first = (token * static_cast<int>(task.live) + term) * kLinesPerTerm;
+    for (int i = 0; i < kLinesPerTerm; ++i) __builtin_prefetch(ahead + (first + i) * kLineElements);
+    if (token > 0) return;
+    constexpr std::int64_t kRecordLine = 64 / static_cast<std::int64_t>(sizeof(Act));
+    const Act* next_x = record_x + task.places * task.head_dim;
+    for (std::int64_t p = 0; p < task.head_dim; p += kRecordLine) __builtin_prefetch(next_x + p);
+  }
+
   /// Adds the window's terms, newest first, so that the weights are running products of decays.
   static void add_window(const Mamba2Task& task, std::int64_t head, const Records& records,
                          int live, const float* dt, const float* decay, const Window& window,
@@ -398,6 +412,7 @@ class Mamba2Kernel {
       for (int i = live - 1; i >= 0; --i, ++terms) {
         x[terms] = records.x[i];
         weight[terms] = product * records.dt[i] * window.bc[t][i];
+        prefetch_next_head(task, head, records.x[i], t, i);
         product *= records.decay[i];
       }
       std::int64_t p = 0;
