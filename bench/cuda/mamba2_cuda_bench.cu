@@ -5,7 +5,7 @@
 // The floor of a case is the bytes that must move (docs/kernels/mamba2-cuda.md) over the read
 // bandwidth measured in the same run.
 //
-//   mamba2_cuda_bench [--quick] [--sweep] [--commit ID] [--out FILE]
+//   mamba2_cuda_bench [--quick] [--sweep] [--filter TEXT] [--commit ID] [--out FILE]
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -264,8 +264,6 @@ class Runner {
     p.activation = c.activation;
     p.row_count = c.batch;
     p.token_count = tokens;
-    p.slots = slots;
-    p.error = error;
     const std::int64_t places = p.limits.record_places();
     p.state_head_stride = g.head_dim * g.state_size;
     p.state_slot_stride = elements;
@@ -323,7 +321,6 @@ class Runner {
     require(cudaMemcpy(device_cursors, cursors.data(), cursors.size() * sizeof(Cursor),
                        cudaMemcpyHostToDevice),
             "upload");
-    p.cursors = device_cursors;
     std::vector<std::int32_t> order(sized(slots));
     std::iota(order.begin(), order.end(), 0);
     std::shuffle(order.begin(), order.end(), rng);
@@ -339,8 +336,22 @@ class Runner {
                        cudaMemcpyHostToDevice),
             "upload");
 
+    // A step plans its rows once for all its layers; that is not timed.
+    auto* planned = small.take<PlannedRow>(rows.size());
+    for (std::int64_t i = 0; i < copies; ++i) {
+      require(cuda_plan_step({.rows = device_rows + i * c.batch,
+                              .row_count = c.batch,
+                              .token_count = tokens,
+                              .cursors = device_cursors,
+                              .slots = slots,
+                              .limits = p.limits,
+                              .error = error,
+                              .planned = planned + i * c.batch},
+                             stream));
+    }
+
     Result<Mamba2CudaConfig> config = [&] {
-      p.rows = device_rows;
+      p.rows = planned;
       return choose_mamba2_config(p, device, tuning);
     }();
     if (!config.ok()) return out;  // the sweep asks for what does not fit
@@ -361,7 +372,7 @@ class Runner {
     cudaGraphExec_t exec = nullptr;
     require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
     for (std::int64_t i = 0; i < copies; ++i) {
-      p.rows = device_rows + i * c.batch;
+      p.rows = planned + i * c.batch;
       take_operands();
       outputs.push_back(p.y);
       const Status status = mamba2_cuda_step(p, *config, stream);
@@ -476,19 +487,14 @@ void sweep(Runner& runner, const Bandwidth& bandwidth, const BenchCase& c) {
   };
   std::vector<Entry> entries;
   Outcome last;
-  for (const int tile_rows : {8, 16}) {
-    for (const int warps : {2, 3, 4}) {
-      for (const int stages : {1, 2, 3, 4}) {
-        for (const int tiles : {2, 4, 8, 16, 32, 64, 128}) {
-          // Small batches only split further; big ones only want long blocks.
-          if (c.batch >= 64 ? tiles < 8 : tiles > 16) continue;
-          if (stages > (tiles + warps - 1) / warps) continue;
-          last = runner.run(
-              c,
-              {.tile_rows = tile_rows, .warps = warps, .stages = stages, .tiles_per_block = tiles},
-              3);
-          if (!last.config.empty()) entries.push_back({last.us, last.config});
-        }
+  for (const int warps : {1, 2, 3, 4}) {
+    for (const int stages : {1, 2, 3, 4}) {
+      for (const int tiles : {1, 2, 4, 8, 16, 32}) {
+        // Small batches only split further; big ones only want long runs.
+        if (c.batch >= 64 ? tiles < 4 : tiles > 4) continue;
+        if (stages > tiles) continue;
+        last = runner.run(c, {.warps = warps, .stages = stages, .tiles_per_run = tiles}, 3);
+        if (!last.config.empty()) entries.push_back({last.us, last.config});
       }
     }
   }
@@ -510,18 +516,24 @@ int main_program(int argc, char** argv) {
   bool sweeps = false;
   const char* commit = "unknown";
   const char* path = nullptr;
+  std::string filter;
   for (int i = 1; i < argc; ++i) {
     const std::string arg = argv[i];
     if (arg == "--quick") {
       quick = true;
     } else if (arg == "--sweep") {
       sweeps = true;
+    } else if (arg == "--filter" && i + 1 < argc) {
+      filter = argv[++i];
     } else if (arg == "--commit" && i + 1 < argc) {
       commit = argv[++i];
     } else if (arg == "--out" && i + 1 < argc) {
       path = argv[++i];
     } else {
-      std::fprintf(stderr, "usage: %s [--quick] [--sweep] [--commit ID] [--out FILE]\n", argv[0]);
+      std::fprintf(stderr,
+                   "usage: %s [--quick] [--sweep] [--filter TEXT] [--commit ID] [--out FILE]\n"
+                   "--filter: only the cases whose label contains TEXT\n",
+                   argv[0]);
       return 2;
     }
   }
@@ -551,6 +563,9 @@ int main_program(int argc, char** argv) {
   say("Bandwidth: read %.0f GB/s, copy %.0f GB/s, in place %.0f GB/s\n", bandwidth.read * 1e-3,
       bandwidth.copy * 1e-3, bandwidth.in_place * 1e-3);
 
+  const auto wanted = [&](const BenchCase& c) {
+    return label(c).find(filter) != std::string::npos;
+  };
   const Geometry& nano30 = kGeometries[0];
   const Geometry& super = kGeometries[2];
   const auto f32 = [&](const Geometry& g, std::int64_t batch, int tokens = 1, bool all = false) {
@@ -560,13 +575,15 @@ int main_program(int argc, char** argv) {
     return BenchCase{.geometry = g, .batch = batch, .checkpoint = DType::kBF16, .tokens = tokens};
   };
   std::vector<BenchCase> targets = {
-      f32(super, 256),   bf16(super, 256),   f32(super, 256, 4), f32(super, 256, 4, true),
-      f32(nano30, 256),  f32(nano30, 64),    f32(nano30, 8),     f32(nano30, 1),
-      f32(super, 8),     f32(super, 1),      f32(nano30, 64, 4), f32(nano30, 8, 4),
-      f32(nano30, 1, 4), bf16(super, 256, 4)};
+      f32(super, 256),   bf16(super, 256),    f32(super, 256, 4),  f32(super, 256, 4, true),
+      f32(nano30, 256),  f32(nano30, 64),     f32(nano30, 8),      f32(nano30, 1),
+      f32(super, 8),     f32(super, 1),       f32(nano30, 64, 4),  f32(nano30, 8, 4),
+      f32(nano30, 1, 4), bf16(super, 256, 4), bf16(nano30, 256, 8)};
   {
     Table table(runner, bandwidth, quick ? 7 : 11);
-    for (const BenchCase& c : targets) table.row(c);
+    for (const BenchCase& c : targets) {
+      if (wanted(c)) table.row(c);
+    }
     if (!quick) {
       for (const Geometry& g : kGeometries) {
         for (const DType checkpoint : {DType::kF32, DType::kBF16}) {
@@ -574,12 +591,12 @@ int main_program(int argc, char** argv) {
             for (const int tokens : {1, 4, 8}) {
               BenchCase c = f32(g, batch, tokens);
               c.checkpoint = checkpoint;
-              table.row(c);
+              if (wanted(c)) table.row(c);
             }
             BenchCase plain = f32(g, batch);
             plain.checkpoint = checkpoint;
             plain.mode = Mode::kPlain;
-            table.row(plain);
+            if (wanted(plain)) table.row(plain);
           }
         }
       }
@@ -590,7 +607,7 @@ int main_program(int argc, char** argv) {
     plain.mode = Mode::kPlain;
     for (const BenchCase& c : {f32(super, 256), bf16(super, 256), f32(super, 256, 4), f32(super, 8),
                                f32(super, 1), f32(nano30, 64), f32(nano30, 1), plain}) {
-      sweep(runner, bandwidth, c);
+      if (wanted(c)) sweep(runner, bandwidth, c);
     }
   }
   if (log_file != nullptr) std::fclose(log_file);

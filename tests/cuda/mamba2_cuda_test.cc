@@ -159,7 +159,6 @@ class Harness {
     p.limits = c.limits;
     p.checkpoint = c.checkpoint;
     p.activation = c.activation;
-    p.slots = c.slots;
     p.state_head_stride = s.head_dim * s.state_size;
     p.state_slot_stride = s.heads * p.state_head_stride + c.slot_padding;
     p.ring_x_place_stride = s.head_dim;
@@ -214,10 +213,8 @@ class Harness {
     cursors.resize(static_cast<std::size_t>(c.slots));
     device_cursors = DeviceBytes(cursors.size() * sizeof(Cursor));
     put_cursors();
-    p.cursors = device_cursors.as<Cursor>();
     error = DeviceBytes(sizeof(DeviceError));
     error.fill(0);
-    p.error = error.as<DeviceError>();
     for (std::int64_t i = 0; i < c.slots; ++i) {
       oracle.push_back(std::make_unique<Mamba2Reference>(s, reference_params));
     }
@@ -282,7 +279,8 @@ class Harness {
     reserve(y, static_cast<std::size_t>(tokens * y_stride * act));
     y.fill(0xff);
     unsigned char* base = operands.as<unsigned char>();
-    p.rows = rows_buffer.as<DeviceRow>();
+    reserve(planned, device_rows.size() * sizeof(PlannedRow));
+    p.rows = planned.as<PlannedRow>();
     p.row_count = static_cast<std::int64_t>(rows.size());
     p.token_count = tokens;
     p.x = base;
@@ -305,6 +303,15 @@ class Harness {
   Status launch(const Mamba2Tuning& tuning = {}, cudaStream_t stream = nullptr) {
     RSSM_RETURN_IF_ERROR(validate_mamba2(p));
     RSSM_ASSIGN_OR_RETURN(const Mamba2CudaConfig config, choose_mamba2_config(p, device, tuning));
+    RSSM_RETURN_IF_ERROR(cuda_plan_step({.rows = rows_buffer.as<DeviceRow>(),
+                                         .row_count = p.row_count,
+                                         .token_count = p.token_count,
+                                         .cursors = device_cursors.as<Cursor>(),
+                                         .slots = c.slots,
+                                         .limits = c.limits,
+                                         .error = error.as<DeviceError>(),
+                                         .planned = planned.as<PlannedRow>()},
+                                        stream));
     return mamba2_cuda_step(p, config, stream);
   }
 
@@ -424,13 +431,13 @@ class Harness {
   void commit(const std::vector<std::int64_t>& accepted) {
     DeviceBytes device_accepted(accepted.size() * 8);
     device_accepted.upload(accepted.data(), accepted.size() * 8);
-    const CommitParams params{.rows = p.rows,
+    const CommitParams params{.rows = rows_buffer.as<DeviceRow>(),
                               .accepted = device_accepted.as<std::int64_t>(),
                               .row_count = p.row_count,
                               .cursors = device_cursors.as<Cursor>(),
                               .slots = c.slots,
                               .limits = c.limits,
-                              .error = p.error};
+                              .error = error.as<DeviceError>()};
     const Status status = cuda_commit(params, nullptr);
     ASSERT_TRUE(status.ok()) << status.message();
     ASSERT_CUDA(cudaDeviceSynchronize());
@@ -510,7 +517,7 @@ class Harness {
   Mamba2ReferenceParams reference_params;
   CudaDeviceInfo device;
   DeviceBytes state, ring_x, ring_b, ring_dt, a, d, bias, device_cursors, error;
-  DeviceBytes operands, dts, rows_buffer, y;
+  DeviceBytes operands, dts, rows_buffer, y, planned;
   std::int64_t y_stride = 0;
   std::vector<DeviceRow> device_rows;
   std::vector<Cursor> cursors;
@@ -746,27 +753,22 @@ TEST_F(Mamba2Cuda, EveryConfigurationGivesTheSameBits) {
       const std::vector<unsigned char> want_y = h.y.download();
       std::vector<unsigned char> want[4];
       for (int i = 0; i < 4; ++i) want[i] = buffers[i]->download();
-      for (const int tile_rows : {8, 16}) {
-        for (const int warps : {1, 2, 3, 4}) {
-          for (const int stages : {1, 2, 3}) {
-            for (const int tiles : {1, 3, 4, 16, 1000}) {
-              for (int i = 0; i < 4; ++i) buffers[i]->upload(before[i].data(), before[i].size());
-              h.y.fill(0xff);
-              const Status status = h.launch({.tile_rows = tile_rows,
-                                              .warps = warps,
-                                              .stages = stages,
-                                              .tiles_per_block = tiles});
-              ASSERT_TRUE(status.ok()) << status.message();
-              ASSERT_CUDA(cudaDeviceSynchronize());
-              const auto label = [&] {
-                return c.name() + " rows " + std::to_string(tile_rows) + " warps " +
-                       std::to_string(warps) + " stages " + std::to_string(stages) + " tiles " +
-                       std::to_string(tiles);
-              };
-              ASSERT_TRUE(h.y.download() == want_y) << label();
-              for (int i = 0; i < 4; ++i) {
-                ASSERT_TRUE(buffers[i]->download() == want[i]) << label() << " buffer " << i;
-              }
+      for (const int warps : {1, 2, 3, 4}) {
+        for (const int stages : {1, 2, 3}) {
+          for (const int tiles : {1, 3, 4, 16, 1000}) {
+            for (int i = 0; i < 4; ++i) buffers[i]->upload(before[i].data(), before[i].size());
+            h.y.fill(0xff);
+            const Status status =
+                h.launch({.warps = warps, .stages = stages, .tiles_per_run = tiles});
+            ASSERT_TRUE(status.ok()) << status.message();
+            ASSERT_CUDA(cudaDeviceSynchronize());
+            const auto label = [&] {
+              return c.name() + " warps " + std::to_string(warps) + " stages " +
+                     std::to_string(stages) + " tiles " + std::to_string(tiles);
+            };
+            ASSERT_TRUE(h.y.download() == want_y) << label();
+            for (int i = 0; i < 4; ++i) {
+              ASSERT_TRUE(buffers[i]->download() == want[i]) << label() << " buffer " << i;
             }
           }
         }
@@ -836,13 +838,13 @@ TEST_F(Mamba2Cuda, GraphReplayIsBitEqualToEager) {
       cudaGraph_t captured = nullptr;
       ASSERT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
       const Status status = graph.launch({}, stream);
-      const Status committed = cuda_commit({.rows = graph.p.rows,
+      const Status committed = cuda_commit({.rows = graph.rows_buffer.as<DeviceRow>(),
                                             .accepted = accepted.as<std::int64_t>(),
                                             .row_count = 4,
                                             .cursors = graph.device_cursors.as<Cursor>(),
                                             .slots = c.slots,
                                             .limits = c.limits,
-                                            .error = graph.p.error},
+                                            .error = graph.error.as<DeviceError>()},
                                            stream);
       ASSERT_CUDA(cudaStreamEndCapture(stream, &captured));
       ASSERT_TRUE(status.ok()) << status.message();

@@ -1,9 +1,8 @@
 // How a Mamba-2 CUDA step is cut into blocks, as data that can be printed.
 //
 // The unit of work is a tile: kTileRows consecutive rows of one head's state, contiguous in memory.
-// A block takes `tiles_per_block` consecutive tiles of one group of one row of the step; its warps
-// take them in turn, each with `stages` private buffers, so that no warp waits for another between
-// the block's preparation (B . C, decays) and its end.
+// A run is `tiles_per_run` consecutive tiles of one group of one row of the step, the work of one
+// warp, which has `stages` private buffers. Blocks are `warps` runs that are scheduled together.
 #pragma once
 
 #include <cstddef>
@@ -17,30 +16,31 @@ namespace replayssm::cuda {
 
 inline constexpr int kMamba2MaxWarps = 4;
 inline constexpr int kMamba2MaxStages = 8;
+inline constexpr int kTileRows = 16;
 
 /// Where everything lies in a block's shared memory; byte offsets.
 struct Mamba2SharedPlan {
   std::int32_t stage_bytes = 0;     // state tile, then (places, tile rows) of x
   std::int32_t stage_x_offset = 0;  // within a stage
-  std::int32_t b_offset = 0;        // (places, state_size) activation type
-  std::int32_t c_offset = 0;        // (draft_capacity, state_size) activation type
-  std::int32_t bc_offset = 0;       // (draft_capacity, places) f32
-  std::int32_t table_offset = 0;    // per head: dt (places), decay (places), suffix (places + 1)
+  std::int32_t table_offset = 0;    // per warp: weight (T, entries), dt, decay (places), scale (T)
   std::int32_t table_stride = 0;    // floats
   std::int32_t barrier_offset = 0;  // (warps, stages)
   std::int32_t bytes = 0;
 };
 
-/// What the kernel needs beside its parameters.
+/// What the kernel needs beside its parameters, computed here once instead of by every warp.
 struct Mamba2Launch {
   Mamba2SharedPlan shared;
   std::int32_t warps = 4;
   std::int32_t stages = 2;
-  std::int32_t tiles_per_block = 16;
+  std::int32_t tiles_per_run = 16;
   std::int32_t tiles_per_head = 4;
   std::int32_t tiles_per_group = 64;
-  std::int32_t blocks_per_group = 4;
-  std::int32_t blocks_per_row = 32;
+  std::int32_t heads_per_group = 16;
+  std::int32_t runs_per_group = 4;
+  std::int32_t head_dim = 64;
+  // Elements from a head's last tile to the next head's first.
+  std::int64_t state_jump = 0, x_jump = 0, ring_x_jump = 0, y_jump = 0;
 };
 
 /// Properties of a device the choice depends on.
@@ -54,24 +54,40 @@ struct CudaDeviceInfo {
 
 /// Overrides; 0 leaves a choice to choose_mamba2_config.
 struct Mamba2Tuning {
-  int tile_rows = 0;
   int warps = 0;
   int stages = 0;
-  int tiles_per_block = 0;
+  int tiles_per_run = 0;
 };
 
 struct Mamba2CudaConfig {
-  int tile_rows = 16;
   Mamba2Launch launch;
+  // The grid: blocks of a group's runs, groups, rows.
+  std::int32_t blocks_per_group = 0;
   std::int64_t blocks = 0;
-  int blocks_per_multiprocessor = 0;  // that fit by shared memory
+  int blocks_per_multiprocessor = 0;  // that fit
   std::string reason;
 
-  /// "16 rows x 2 stages x 4 warps, 16 tiles per block, 8192 blocks, 3 per SM: <reason>".
+  /// "2 stages x 4 warps, 8 tiles per run, 4096 blocks, 73216 B shared, 3 per SM: <reason>".
   std::string to_string() const;
 };
 
-/// Picks tile, warps and stages that fit the device, or says why nothing does.
+/// The kernels there are for a state size of 128; other sizes have the general one.
+enum class Mamba2Variant {
+  kOneToken,  // fp32 checkpoint, draft capacity 1, at most 32 places
+  kSmall,     // draft capacity up to 8, at most 32 places
+  kGeneral,   // everything else
+};
+Mamba2Variant mamba2_variant(const Mamba2CudaParams& params);
+/// Window entries a variant holds weights for; at least the places of the ring.
+constexpr int mamba2_entries(Mamba2Variant variant) {
+  return variant == Mamba2Variant::kGeneral ? 80 : 32;
+}
+/// Blocks of four warps that its registers allow on a multiprocessor (__launch_bounds__).
+constexpr int mamba2_resident_blocks(Mamba2Variant variant) {
+  return variant == Mamba2Variant::kOneToken ? 4 : variant == Mamba2Variant::kSmall ? 3 : 2;
+}
+
+/// Picks warps, stages and runs that fit the device, or says why nothing does.
 Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& params,
                                               const CudaDeviceInfo& device,
                                               const Mamba2Tuning& tuning = {});

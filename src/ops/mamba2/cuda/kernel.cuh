@@ -1,209 +1,127 @@
 // The Mamba-2 step on the GPU: rows of every kind in one launch.
 //
-// A block serves consecutive tiles (config.h) of one group of one row. It first prepares what its
-// tiles share - the records' B, the tokens' C, their products, and per head the time steps, decays
-// and suffix products of decays - while the first tiles are already on their way. After that every
-// warp works alone: wait for its next tile, use it, ask for the one `stages` further on.
+// The unit of work is a tile: 16 rows of one head's state. A warp takes a run of consecutive tiles
+// of one group of one row, alone: it asks for its first tiles, computes what the run shares (the
+// products B . C of the window) and what a head shares (time steps, decays, the window's weights),
+// and then waits for a tile, uses it and asks for the one `stages` further on. Blocks exist only to
+// be scheduled; warps never wait for each other.
+//
+// Outputs of tentative rows are products on the tensor cores (cuda/ptx/mma.cuh):
+//   y[p, t] = scale_t  sum_n S[p, n] C[t, n]  +  sum_e x[e, p] W[e, t]
+//   W[e, t] = (product of the decays after e, up to t) dt_e (B_e . C_t) + [e is t] D
+// over the entries e of the window: live records, then the row's own tokens. bf16 operands are
+// multiplied as they are; an fp32 operand is split into terms that together carry its digits.
 //
 // Rules that make results repeatable:
 //  * An element of the state is advanced by fma(S, a, u * B), u = dt * x, in token order, wherever
 //    that happens; time steps and decays come from cuda/gates.cuh. So a flush is bit-equal to plain
 //    decoding, and a row of n tokens to n rows of one.
-//  * Which lane holds what depends on the type and the state size only, never on the launch shape.
-//  * What must not contribute is not loaded, or not added: unused places may hold NaN.
+//  * Which lane holds what depends on the types and the state size only, never on the launch shape.
+//  * What must not contribute is not loaded, or masked bit by bit: unused places may hold NaN.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
-#include "cuda/gates.cuh"
 #include "cuda/ptx/async_copy.cuh"
-#include "cuda/vector.cuh"
-#include "ops/mamba2/cuda/config.h"
-#include "ops/mamba2/cuda/params.h"
+#include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/select.cuh"
+#include "ops/mamba2/cuda/kernels.h"
+#include "ops/mamba2/cuda/row.cuh"
 
 namespace replayssm::cuda {
 
-inline constexpr int kWarpLanes = 32;
-inline constexpr unsigned kAllLanes = 0xffffffffu;
+/// kTokenBlocks: blocks of eight tokens a tentative row may have; 0: one token, multiplied without
+/// tensor cores (splitting an fp32 state costs more than the products). kWindowSteps: blocks of
+/// sixteen window entries (places of the ring).
+template <typename State, typename Act, int kStateSize, int kTokenBlocks, int kWindowSteps>
+class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize> {
+  using Base = Mamba2Row<State, Act, kStateSize>;
+  using Base::first_place, Base::first_tile, Base::gate, Base::kind, Base::lane, Base::launch;
+  using Base::live, Base::output, Base::own, Base::p, Base::places, Base::position, Base::read_row;
+  using Base::ring_b, Base::ring_dt, Base::ring_x, Base::slot, Base::state, Base::zero_outputs;
+  using Base::tile_begin, Base::tile_end, Base::time_step, Base::token_b, Base::token_begin;
+  using Base::token_c, Base::token_count, Base::token_x, Base::raw_time_step, Base::warp;
+  using Base::zero;
+  using typename Base::Position;
 
-/// Keeps the first error: later ones do not overwrite it.
-__device__ inline void report_error(DeviceError* error, DeviceError::What what, std::int64_t row,
-                                    std::int64_t found, std::int64_t allowed) {
-  if (error == nullptr) return;
-  if (atomicCAS(reinterpret_cast<int*>(&error->what), DeviceError::kNone, what) != 0) return;
-  error->row = static_cast<std::int32_t>(row);
-  error->found = found;
-  error->allowed = allowed;
-}
-
-template <typename State, typename Act, int kStateSize, int kTileRows>
-class Mamba2StepKernel {
-  // A lane holds kVectors vectors of 16 bytes of each of kSlots state rows. Lanes that share rows
-  // form a team; slot s of a lane of team m is row m * kSlots + s.
+  // ---- Layout for element-wise work: folds and committed rows ----
+  //
+  // A lane holds kVectors vectors of 16 bytes of each of kSlots state rows of a pass of kPassRows.
+  // Lanes that share rows form a team; slot s of a lane of team m is row m * kSlots + s.
   static constexpr int kVector = 16 / static_cast<int>(sizeof(State));
   static constexpr int kTeamLanes =
       kStateSize / kVector < kWarpLanes ? kStateSize / kVector : kWarpLanes;
   static constexpr int kVectors = kStateSize / (kVector * kTeamLanes);
   static constexpr int kTeams = kWarpLanes / kTeamLanes;
-  static constexpr int kSlots = kTileRows / kTeams;
   static constexpr int kColumns = kVector * kVectors;
-  static constexpr int kRowLanes = kWarpLanes / kTileRows;  // lanes that end up with a row's sum
-  static_assert(kSlots * kTeams == kTileRows && kSlots <= kTeamLanes);
+  static constexpr bool kOneToken = kTokenBlocks == 0;
+  static constexpr int kPassRows = kTileRows / kTeams * kColumns > 32 ? kTileRows / 2 : kTileRows;
+  static constexpr int kSlots = kPassRows / kTeams;
+  static constexpr int kRowLanes = kWarpLanes / kPassRows;  // lanes that end up with a row's sum
+  static_assert(kSlots * kTeams == kPassRows && kSlots <= kTeamLanes);
 
-  static constexpr int kTileElements = kTileRows * kStateSize;
-  static constexpr int kTileBytes = kTileElements * static_cast<int>(sizeof(State));
+  // One-token outputs take all rows of a tile at a time.
+  static constexpr int kOneSlots = kTileRows / kTeams;
+  static constexpr int kOneRowLanes = kWarpLanes / kTileRows;
+
+  static constexpr int kTileBytes = kTileRows * kStateSize * static_cast<int>(sizeof(State));
   static constexpr int kActPerChunk = 16 / static_cast<int>(sizeof(Act));
   static constexpr int kXChunks = kTileRows / kActPerChunk;   // 16-byte chunks of a tile's x
   static constexpr int kBChunks = kStateSize / kActPerChunk;  // 16-byte chunks of B or C
+
+  // ---- Layout for products ----
+  //
+  // Lane (g, q) = (lane / 4, lane % 4) owns kOwn neighbouring columns of each segment of 4 kOwn, as
+  // pairs that serve as the k's of one tf32 product or, two pairs at a time, of one bf16 product.
+  static constexpr int kOwn = 16 / static_cast<int>(sizeof(State));
+  static constexpr int kSegments = kStateSize / (4 * kOwn);
+  static constexpr int kEntryBlocks = 2 * kWindowSteps;  // of eight entries
+  static constexpr int kBlocks = kOneToken ? 1 : kTokenBlocks;
+  static constexpr int kEntries = 16 * kWindowSteps;
+  static constexpr int kEntryChunks = (kEntries + kWarpLanes - 1) / kWarpLanes;
+  static constexpr bool kWideAct = sizeof(Act) == 4;
+  static constexpr bool kWideState = sizeof(State) == 4;
+  static constexpr bool kBf16Products = std::is_same_v<State, BF16> && std::is_same_v<Act, BF16>;
+  static constexpr int kCFloats = kBf16Products ? 0 : kOwn;
+  // An fp32 weight as this many bf16 terms: 24 bits.
+  static constexpr int kWeightTerms = 3;
 
  public:
   static __device__ __forceinline__ void run(const Mamba2CudaParams& p, const Mamba2Launch& launch,
                                              unsigned char* shared) {
     Mamba2StepKernel kernel(p, launch, shared);
-    if (!kernel.read_row()) {
+    if (!kernel.find_work()) return;
+    kernel.read_row();
+    if (kernel.kind == PlannedRow::kPadding) {
       kernel.zero_outputs();
       return;
     }
     kernel.start_pipeline();
-    kernel.prepare();
-    kernel.process();
+    if (kernel.kind == PlannedRow::kCommitted) {
+      kernel.template process<PlannedRow::kCommitted>();
+    } else if (kernel.kind == PlannedRow::kFlush) {
+      kernel.template process<PlannedRow::kFlush>();
+    } else {
+      kernel.template process<PlannedRow::kReplay>();
+    }
   }
 
  private:
   __device__ __forceinline__ Mamba2StepKernel(const Mamba2CudaParams& params,
                                               const Mamba2Launch& launch_shape,
                                               unsigned char* shared_memory)
-      : p(params), launch(launch_shape), shared(shared_memory) {
-    lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-    warp = static_cast<int>(threadIdx.x) / kWarpLanes;
-    team = lane / kTeamLanes;
-    column = (lane % kTeamLanes) * kVector;
-    places = p.limits.record_places();
-    row = blockIdx.x / launch.blocks_per_row;
-    const int in_row = static_cast<int>(blockIdx.x - row * launch.blocks_per_row);
-    group = in_row / launch.blocks_per_group;
-    tile_begin = (in_row % launch.blocks_per_group) * launch.tiles_per_block;
-    tile_end = min(tile_begin + launch.tiles_per_block, launch.tiles_per_group);
-    first_head = tile_begin / launch.tiles_per_head;
-    group_head = static_cast<int>(group * (p.heads / p.groups));
-  }
+      : Base(params, launch_shape),
+        shared(shared_memory),
+        g(lane / 4),
+        q(lane % 4),
+        team(lane / kTeamLanes),
+        column((lane % kTeamLanes) * kVector) {}
 
-  // ---- The row ----
+  // Each kind of row has a loop of its own, so that none pays for another's registers.
+  using Kind = PlannedRow::Kind;
 
-  /// False for padding, and for a row that names what does not exist.
-  __device__ __forceinline__ bool read_row() {
-    const DeviceRow r = p.rows[row];
-    token_begin = r.token_begin;
-    token_count = r.token_count;
-    slot = r.slot;
-    if (token_begin < 0 || token_count < 0 || token_begin > p.token_count - token_count) {
-      if (first_thread()) {
-        report_error(p.error, DeviceError::kTokenRange, row, token_begin + token_count,
-                     p.token_count);
-      }
-      token_count = 0;
-      return false;
-    }
-    if (slot < 0) return false;
-    if (slot >= p.slots) {
-      if (first_thread()) report_error(p.error, DeviceError::kSlot, row, slot, p.slots - 1);
-      return false;
-    }
-    committed = r.kind == RowKind::kCommitted;
-    if (!committed && (token_count < 1 || token_count > p.limits.draft_capacity)) {
-      if (first_thread()) {
-        report_error(p.error, DeviceError::kTokenCount, row, token_count, p.limits.draft_capacity);
-      }
-      return false;
-    }
-    const Cursor cursor = p.cursors[slot];
-    const std::int64_t n = cursor.live();
-    if (n < 0 || n > p.limits.window || cursor.checkpoint_position < 0) {
-      if (first_thread()) report_error(p.error, DeviceError::kCursor, row, n, p.limits.window);
-      return false;
-    }
-    live = static_cast<int>(n);
-    first_place = static_cast<int>(cursor.checkpoint_position % places);
-    zero = cursor.checkpoint_position == 0;
-    flush = !committed && tentative_row_flushes(cursor, p.limits);
-    own = committed ? 0 : static_cast<int>(token_count);
-    return true;
-  }
-
-  __device__ __forceinline__ bool first_thread() const {
-    return threadIdx.x == 0 && blockIdx.x == row * launch.blocks_per_row;
-  }
-
-  __device__ __forceinline__ void zero_outputs() {
-    for (int tile = tile_begin + warp; tile < tile_end; tile += launch.warps) {
-      const Position at = position(tile);
-      for (std::int64_t t = 0; t < token_count; ++t) {
-        if (lane < kTileRows) output(t, at)[lane] = narrow<Act>(0.0f);
-      }
-    }
-  }
-
-  // ---- Addresses ----
-
-  struct Position {
-    std::int64_t head;
-    int local_head;  // among the heads the block touches
-    int p0;          // first state row
-  };
-
-  __device__ __forceinline__ Position position(int tile) const {
-    const int head = tile / launch.tiles_per_head;
-    return {group_head + head, head - first_head,
-            (tile - head * launch.tiles_per_head) * kTileRows};
-  }
-
-  __device__ __forceinline__ int place(int entry) const {
-    const int at = first_place + entry;
-    return at < places ? at : at - places;
-  }
-
-  __device__ __forceinline__ State* state(const Position& at) const {
-    return static_cast<State*>(p.state) + slot * p.state_slot_stride +
-           at.head * p.state_head_stride + static_cast<std::int64_t>(at.p0) * kStateSize;
-  }
-  __device__ __forceinline__ Act* ring_x(const Position& at, int entry) const {
-    return static_cast<Act*>(p.ring_x) + slot * p.ring_x_slot_stride +
-           at.head * p.ring_x_head_stride + place(entry) * p.ring_x_place_stride + at.p0;
-  }
-  __device__ __forceinline__ Act* ring_b(int entry) const {
-    return static_cast<Act*>(p.ring_b) + slot * p.ring_b_slot_stride +
-           group * p.ring_b_group_stride + place(entry) * p.ring_b_place_stride;
-  }
-  __device__ __forceinline__ float* ring_dt(std::int64_t head, int entry) const {
-    return p.ring_dt + slot * p.ring_dt_slot_stride + head * p.ring_dt_head_stride + place(entry);
-  }
-  __device__ __forceinline__ const Act* token_x(std::int64_t t, const Position& at) const {
-    return static_cast<const Act*>(p.x) + (token_begin + t) * p.x_token_stride +
-           at.head * p.x_head_stride + at.p0;
-  }
-  __device__ __forceinline__ const Act* token_b(std::int64_t t) const {
-    return static_cast<const Act*>(p.b) + (token_begin + t) * p.b_token_stride +
-           group * p.b_group_stride;
-  }
-  __device__ __forceinline__ const Act* token_c(std::int64_t t) const {
-    return static_cast<const Act*>(p.c) + (token_begin + t) * p.c_token_stride +
-           group * p.c_group_stride;
-  }
-  __device__ __forceinline__ const Act* gate(std::int64_t t, const Position& at) const {
-    return static_cast<const Act*>(p.z) + (token_begin + t) * p.z_token_stride +
-           at.head * p.z_head_stride + at.p0;
-  }
-  __device__ __forceinline__ Act* output(std::int64_t t, const Position& at) const {
-    return static_cast<Act*>(p.y) + (token_begin + t) * p.y_token_stride +
-           at.head * p.y_head_stride + at.p0;
-  }
-  __device__ __forceinline__ float time_step(std::int64_t t, std::int64_t head) const {
-    const std::int64_t at = (token_begin + t) * p.dt_token_stride + head;
-    const float raw = p.dt_is_f32 ? static_cast<const float*>(p.dt)[at]
-                                  : widen(static_cast<const Act*>(p.dt)[at]);
-    return mamba2_time_step(raw, p.dt_bias == nullptr ? 0.0f : p.dt_bias[head], p.dt_softplus,
-                            p.dt_min, p.dt_max);
-  }
+  // ---- Shared memory, all of it private to a warp ----
 
   __device__ __forceinline__ unsigned char* stage(int index) const {
     return shared + (warp * launch.stages + index) * launch.shared.stage_bytes;
@@ -218,29 +136,26 @@ class Mamba2StepKernel {
   __device__ __forceinline__ Act* stage_x(unsigned char* stage) const {
     return reinterpret_cast<Act*>(stage + launch.shared.stage_x_offset);
   }
-  __device__ __forceinline__ Act* shared_b() const {
-    return reinterpret_cast<Act*>(shared + launch.shared.b_offset);
-  }
-  __device__ __forceinline__ Act* shared_c() const {
-    return reinterpret_cast<Act*>(shared + launch.shared.c_offset);
-  }
-  __device__ __forceinline__ float* shared_bc() const {
-    return reinterpret_cast<float*>(shared + launch.shared.bc_offset);
-  }
 
-  /// What the tiles of a head share, by entry: the live records, then the row's own tokens.
+  /// A head's values by entry: the live records, then the row's own tokens.
   struct Table {
-    float* dt;
-    float* decay;
-    float* suffix;  // product of the decays of newer records; [places]: of all records
+    float* weight;    // [token][kEntries]: dt times the product of later decays up to the token
+    float* dt;        // [entry]
+    float* decay;     // [entry]
+    float* scale;     // [token]: product of all decays up to the token
+    float* products;  // [kEntries], one-token kernels: B_entry . C
   };
-  __device__ __forceinline__ Table table(int local_head) const {
+  __device__ __forceinline__ Table table() const {
     float* base = reinterpret_cast<float*>(shared + launch.shared.table_offset) +
-                  local_head * launch.shared.table_stride;
-    return {base, base + places, base + 2 * places};
+                  warp * launch.shared.table_stride;
+    const int tokens = static_cast<int>(p.limits.draft_capacity);
+    float* dt = base + tokens * kEntries;
+    return {base, dt, dt + places, dt + 2 * places, base};
   }
 
   // ---- Loading ----
+
+  // Pointers into tiles move along with the tiles, so that a tile costs additions only.
 
   __device__ __forceinline__ void start_pipeline() {
     if (lane == 0) {
@@ -248,13 +163,21 @@ class Mamba2StepKernel {
       ptx::fence_mbarrier_init();
     }
     __syncwarp();
-    for (int i = 0; i < launch.stages; ++i) load_tile(tile_begin + warp + i * launch.warps, i);
+    tile_ahead = tile_begin;
+    rows_ahead = first_tile.p0;
+    state_ahead = state(first_tile);
+    const int entry = lane / kXChunks;
+    const int offset = lane % kXChunks * kActPerChunk;
+    x_ahead =
+        (entry < live ? ring_x(first_tile, entry) : token_x(entry - live, first_tile)) + offset;
+#pragma unroll 1
+    for (int i = 0; i < launch.stages; ++i) load_tile(i);
   }
 
-  /// Starts the loads of a tile into a stage: its state, the records' x and the own tokens' x.
-  __device__ __forceinline__ void load_tile(int tile, int index) {
-    if (tile >= tile_end) return;
-    const Position at = position(tile);
+  /// Starts the loads of the next tile into a stage: its state, the records' x and the own tokens'
+  /// x.
+  __device__ __forceinline__ void load_tile(int index) {
+    if (tile_ahead >= tile_end) return;
     unsigned char* to = stage(index);
     std::uint64_t* bar = barrier(index);
     if (ptx::kHasBulkCopy) {
@@ -263,85 +186,187 @@ class Mamba2StepKernel {
           ptx::mbarrier_arrive(bar);
         } else {
           ptx::mbarrier_arrive_expect(bar, kTileBytes);
-          ptx::bulk_copy(to, state(at), kTileBytes, bar, ptx::evict_first_policy());
+          ptx::bulk_copy(to, state_ahead, kTileBytes, bar, ptx::evict_first_policy());
         }
       }
     } else {
       if (lane == 0) ptx::mbarrier_arrive(bar);
       if (!zero) {
-        const unsigned char* from = reinterpret_cast<const unsigned char*>(state(at));
+        const unsigned char* from = reinterpret_cast<const unsigned char*>(state_ahead);
         for (int i = lane * 16; i < kTileBytes; i += kWarpLanes * 16) {
           ptx::copy_async_16(to + i, from + i);
         }
       }
     }
+    const int chunks = (live + own) * kXChunks;
     Act* x = stage_x(to);
-    for (int i = lane; i < (live + own) * kXChunks; i += kWarpLanes) {
-      const int entry = i / kXChunks;
-      const int offset = (i % kXChunks) * kActPerChunk;
-      const Act* from = entry < live ? ring_x(at, entry) : token_x(entry - live, at);
-      ptx::copy_async_16(x + entry * kTileRows + offset, from + offset);
-    }
+    if (lane < chunks) ptx::copy_async_16(x + lane * kActPerChunk, x_ahead);
+    if (chunks > kWarpLanes) load_more_x(x, chunks);
     ptx::copy_async_arrive(bar);
+
+    ++tile_ahead;
+    rows_ahead += kTileRows;
+    const bool head_ends = rows_ahead == launch.head_dim;
+    if (head_ends) rows_ahead = 0;
+    state_ahead += head_ends ? launch.state_jump : std::int64_t{kTileRows} * kStateSize;
+    x_ahead += !head_ends               ? std::int64_t{kTileRows}
+               : lane / kXChunks < live ? launch.ring_x_jump
+                                        : launch.x_jump;
   }
 
-  // ---- Preparation, by the whole block ----
+  /// The chunks of x beyond one per lane.
+  __device__ __forceinline__ void load_more_x(Act* x, int chunks) const {
+    const Position at = position(tile_ahead);
+#pragma unroll 1
+    for (int i = kWarpLanes + lane; i < chunks; i += kWarpLanes) {
+      const int entry = i / kXChunks;
+      const Act* from = entry < live ? ring_x(at, entry) : token_x(entry - live, at);
+      ptx::copy_async_16(x + i * kActPerChunk, from + i % kXChunks * kActPerChunk);
+    }
+  }
 
-  __device__ __forceinline__ void prepare() {
+  // ---- What the run shares: the tokens' C, and B . C ----
+
+  using Columns = Packed<Act, kOwn>;
+
+  static __device__ __forceinline__ Columns no_columns() {
+    Columns none;
+#pragma unroll
+    for (int i = 0; i < Columns::kWords; ++i) none.word[i] = 0;
+    return none;
+  }
+
+  /// `first`: the first entry the window has, after the live records of a row that folds them.
+  __device__ __forceinline__ void prepare_group(int first) {
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) {
+      const int token = 8 * k + g;
+#pragma unroll
+      for (int s = 0; s < kSegments; ++s) {
+        c[k][s] = token < own ? load_packed<Act, kOwn>(token_c(token) + (4 * s + q) * kOwn)
+                              : no_columns();
+      }
+    }
     const int entries = live + own;
-    if (entries == 0) return;  // a committed row without live records; uniform over the block
-    const int threads = launch.warps * kWarpLanes;
-    Act* b = shared_b();
-    Act* c = shared_c();
-    for (int i = static_cast<int>(threadIdx.x); i < (entries + own) * kBChunks; i += threads) {
-      const int entry = i / kBChunks;
-      const int offset = (i % kBChunks) * kActPerChunk;
-      if (entry < entries) {
+#pragma unroll
+    for (int i = 0; i < kEntryBlocks; ++i) {
+      float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+      if (8 * i < entries && 8 * i + 7 >= first) {
+        const int entry = 8 * i + g;
+        const bool present = entry >= first && entry < entries;
         const Act* from = entry < live ? ring_b(entry) : token_b(entry - live);
-        ptx::copy_async_16(b + entry * kStateSize + offset, from + offset);
-      } else {
-        const int t = entry - entries;
-        ptx::copy_async_16(c + t * kStateSize + offset, token_c(t) + offset);
+        Columns b[kSegments];
+#pragma unroll
+        for (int s = 0; s < kSegments; ++s) {
+          b[s] = present ? load_packed<Act, kOwn>(from + (4 * s + q) * kOwn) : no_columns();
+        }
+#pragma unroll
+        for (int s = 0; s < kSegments; ++s) {
+#pragma unroll
+          for (int k = 0; k < kOwn / 2; k += kWideAct ? 1 : 2) {
+            multiply_act(sums, c[0][s], c[kBlocks - 1][s], b[s], k);
+          }
+        }
+      }
+      bc[0][i][0] = sums[0];
+      bc[0][i][1] = sums[1];
+      if constexpr (kTokenBlocks == 2) {
+        bc[1][i][0] = sums[2];
+        bc[1][i][1] = sums[3];
       }
     }
-    const int heads = (tile_end - 1) / launch.tiles_per_head - first_head + 1;
-    for (int h = warp; h < heads; h += launch.warps) fill_table(h);
-    ptx::copy_async_wait_all();
-    __syncthreads();
-    if (own == 0) return;
 
-    // The first block of a group appends the tokens' B.
-    if (tile_begin == 0) {
-      for (int i = static_cast<int>(threadIdx.x); i < own * kBChunks; i += threads) {
-        const int entry = live + i / kBChunks;
-        const int offset = (i % kBChunks) * kActPerChunk;
-        *reinterpret_cast<uint4*>(ring_b(entry) + offset) =
-            *reinterpret_cast<const uint4*>(b + entry * kStateSize + offset);
+    if constexpr (kOneToken) {
+      // Column 0 of the products, lane 0..3, as a row by entry.
+#pragma unroll
+      for (int i = 0; i < kEntryBlocks; ++i) {
+        if (g == 0) {
+          *reinterpret_cast<float2*>(table().products + 8 * i + 2 * q) = {bc[0][i][0], bc[0][i][1]};
+        }
+      }
+      widen_columns(load_columns(token_c(0)), c_columns);
+      __syncwarp();
+    } else if constexpr (!kBf16Products) {
+#pragma unroll
+      for (int k = 0; k < kTokenBlocks; ++k) {
+#pragma unroll
+        for (int s = 0; s < kSegments; ++s) {
+#pragma unroll
+          for (int i = 0; i < kOwn; ++i) c_float[k][s][i] = c[k][s][i];
+        }
       }
     }
-    multiply_bc();
-    __syncthreads();
+
+    // The run that begins with the group's first tile appends the tokens' B.
+    if (tile_begin == 0) {
+#pragma unroll 1
+      for (int i = lane; i < own * kBChunks; i += kWarpLanes) {
+        const int offset = (i % kBChunks) * kActPerChunk;
+        *reinterpret_cast<uint4*>(ring_b(live + i / kBChunks) + offset) =
+            *reinterpret_cast<const uint4*>(token_b(i / kBChunks) + offset);
+      }
+    }
   }
 
-  /// Time steps and decays of the entries of a head; its first block appends the tokens' dt.
-  __device__ __forceinline__ void fill_table(int local_head) {
-    const std::int64_t head = group_head + first_head + local_head;
-    const bool appends = (first_head + local_head) * launch.tiles_per_head >= tile_begin;
-    const Table out = table(local_head);
-    const float a = p.a[head];
+  /// sums += rows (low: g, high: g + 8) times columns, over pair k (and k + 1) of their elements.
+  static __device__ __forceinline__ void multiply_act(float (&sums)[4], const Columns& low,
+                                                      const Columns& high, const Columns& b,
+                                                      int k) {
+    constexpr bool two = kTokenBlocks == 2;
+    if constexpr (kWideAct) {
+      const ptx::Tf32Pair l0 = ptx::split_tf32(low[2 * k]), l1 = ptx::split_tf32(low[2 * k + 1]);
+      const ptx::Tf32Pair h0 = ptx::split_tf32(two ? high[2 * k] : 0.0f);
+      const ptx::Tf32Pair h1 = ptx::split_tf32(two ? high[2 * k + 1] : 0.0f);
+      const ptx::Tf32Pair b0 = ptx::split_tf32(b[2 * k]), b1 = ptx::split_tf32(b[2 * k + 1]);
+      ptx::mma_tf32(sums, l0.low, h0.low, l1.low, h1.low, b0.high, b1.high);
+      ptx::mma_tf32(sums, l0.high, h0.high, l1.high, h1.high, b0.low, b1.low);
+      ptx::mma_tf32(sums, l0.high, h0.high, l1.high, h1.high, b0.high, b1.high);
+    } else {
+      ptx::mma_bf16(sums, low.word[k], two ? high.word[k] : 0, low.word[k + 1],
+                    two ? high.word[k + 1] : 0, b.word[k], b.word[k + 1]);
+    }
+  }
+
+  // ---- What a head shares ----
+
+  /// A head's inputs as loaded, one head ahead of their use.
+  struct HeadInputs {
+    float a, d, bias;
+    float dt[kEntryChunks];  // of entry 32 i + lane: recorded, or raw for an own token
+  };
+
+  __device__ __forceinline__ HeadInputs load_head(std::int64_t head) const {
+    HeadInputs in;
+    in.a = p.a[head];
+    in.d = p.d == nullptr ? 0.0f : p.d[head];
+    in.bias = p.dt_bias == nullptr ? 0.0f : p.dt_bias[head];
+#pragma unroll
+    for (int i = 0; i < kEntryChunks; ++i) {
+      const int entry = kWarpLanes * i + lane;
+      in.dt[i] = entry < live         ? *ring_dt(head, entry)
+                 : entry < live + own ? raw_time_step(entry - live, head)
+                                      : 0.0f;
+    }
+    return in;
+  }
+
+  /// Time steps, decays and their products; the warp with the head's first tile appends the tokens'
+  /// time steps.
+  __device__ __forceinline__ void fill_table(const HeadInputs& in, const Position& at) {
+    const Table out = table();
     float newer = 1.0f;
-    for (int first = (live + own - 1) / kWarpLanes * kWarpLanes; first >= 0; first -= kWarpLanes) {
-      const int entry = first + lane;
+    float weight[kEntryChunks], own_dt[kEntryChunks];
+#pragma unroll
+    for (int i = kEntryChunks - 1; i >= 0; --i) {
+      const int entry = kWarpLanes * i + lane;
       float decay = 1.0f;
+      float dt = in.dt[i];
       if (entry < live + own) {
-        float dt;
-        if (entry < live) {
-          dt = *ring_dt(head, entry);
-        } else {
-          dt = time_step(entry - live, head);
-          if (appends) *ring_dt(head, entry) = dt;
+        if (entry >= live) {
+          dt = mamba2_time_step(dt, in.bias, p.dt_softplus, p.dt_min, p.dt_max);
+          if (at.p0 == 0) *ring_dt(at.head, entry) = dt;
         }
-        decay = mamba2_decay(a, dt);
+        decay = mamba2_decay(in.a, dt);
         out.dt[entry] = dt;
         out.decay[entry] = decay;
       }
@@ -352,82 +377,363 @@ class Mamba2StepKernel {
         if (lane + step < kWarpLanes) product *= other;
       }
       const float next = __shfl_down_sync(kAllLanes, product, 1);
-      if (entry < live) out.suffix[entry] = lane == kWarpLanes - 1 ? newer : next * newer;
+      const float suffix = lane == kWarpLanes - 1 ? newer : next * newer;
+      weight[i] = entry < live && kind != PlannedRow::kFlush ? suffix * dt : 0.0f;
+      own_dt[i] = dt;
       newer *= __shfl_sync(kAllLanes, product, 0);
     }
-    if (lane == 0) out.suffix[places] = newer;
+    __syncwarp();
+    float all = kind == PlannedRow::kFlush ? 1.0f : newer;
+    if constexpr (kOneToken) {
+      if (own == 0) return;
+      const float decay = out.decay[live];
+      one_scale = all * decay;
+#pragma unroll
+      for (int i = 0; i < kEntryChunks; ++i) {
+        const int entry = kWarpLanes * i + lane;
+        const float product = entry < kEntries ? out.products[entry] : 0.0f;
+        one_weight[i] =
+            entry == live ? fmaf(own_dt[i], product, in.d) : weight[i] * decay * product;
+        if (entry > live) one_weight[i] = 0.0f;
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int t = 0; t < own; ++t) {
+      const float decay = out.decay[live + t];
+      all *= decay;
+      if (lane == 0) out.scale[t] = all;
+#pragma unroll
+      for (int i = 0; i < kEntryChunks; ++i) {
+        const int entry = kWarpLanes * i + lane;
+        weight[i] = entry == live + t ? own_dt[i] : weight[i] * decay;
+        if (entry < kEntries) out.weight[t * kEntries + entry] = weight[i];
+      }
+    }
+    __syncwarp();
   }
 
-  /// bc[t][entry] = B_entry . C_t for the entries token t sees: eight lanes per product.
-  __device__ __forceinline__ void multiply_bc() {
-    constexpr int kLanes = 8;
-    const int first = flush ? live : 0;
-    const int columns = live + own - first;
-    const int sub = lane % kLanes;
-    for (int pair0 = warp * (kWarpLanes / kLanes); pair0 < own * columns;
-         pair0 += launch.warps * (kWarpLanes / kLanes)) {
-      const int pair = pair0 + lane / kLanes;
-      const int t = pair / columns;
-      const int entry = first + pair - t * columns;
-      const bool seen = t < own && entry <= live + t;
-      float sum = 0.0f;
-      if (seen) {
-        const Act* b = shared_b() + entry * kStateSize;
-        const Act* c = shared_c() + t * kStateSize;
+  /// The window's weights W and the outputs' scales, as this lane's operands of the products.
+  __device__ __forceinline__ void prepare_weights(float d) {
+    const Table head = table();
 #pragma unroll
-        for (int chunk = 0; chunk < kBChunks / kLanes; ++chunk) {
-          const int offset = (chunk * kLanes + sub) * kActPerChunk;
-          const auto bv = load_packed<Act, kActPerChunk>(b + offset);
-          const auto cv = load_packed<Act, kActPerChunk>(c + offset);
+    for (int k = 0; k < kTokenBlocks; ++k) {
 #pragma unroll
-          for (int i = 0; i < kActPerChunk; ++i) sum = fmaf(bv[i], cv[i], sum);
+      for (int i = 0; i < 2; ++i) {
+        const int token = 8 * k + 2 * q + i;
+        scale[k][i] = token < own ? head.scale[token] : 0.0f;
+      }
+      const int token = 8 * k + g;
+      const float* row_weights = head.weight + (token < own ? token : 0) * kEntries + 2 * q;
+#pragma unroll
+      for (int s = 0; s < kWindowSteps; ++s) {
+        float weight[4];  // of entries 2q, 2q + 1, 2q + 8, 2q + 9 of the step
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 w = *reinterpret_cast<const float2*>(row_weights + 16 * s + 8 * half);
+          const int newest = live + token - (16 * s + 8 * half + 2 * q);
+          weight[2 * half] = fmaf(w.x, bc[k][2 * s + half][0], newest == 0 ? d : 0.0f);
+          weight[2 * half + 1] = fmaf(w.y, bc[k][2 * s + half][1], newest == 1 ? d : 0.0f);
+          if (newest < 0 || token >= own) weight[2 * half] = 0.0f;
+          if (newest < 1 || token >= own) weight[2 * half + 1] = 0.0f;
         }
+        set_weights(k, s, weight);
       }
-#pragma unroll
-      for (int mask = kLanes / 2; mask > 0; mask /= 2) {
-        sum += __shfl_xor_sync(kAllLanes, sum, mask);
-      }
-      if (seen && sub == 0) shared_bc()[t * places + entry] = sum;
     }
   }
 
-  // ---- Tiles, by one warp ----
+  __device__ __forceinline__ void set_weights(int k, int s, const float (&weight)[4]) {
+    if constexpr (kWideAct) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) weights[k][s][i] = __float_as_uint(weight[i]);
+    } else {
+      float rest[4] = {weight[0], weight[1], weight[2], weight[3]};
+#pragma unroll
+      for (int term = 0; term < kWeightTerms; ++term) {
+        Packed<BF16, 4> packed;
+        packed.set(0, rest[0], rest[1]);
+        packed.set(1, rest[2], rest[3]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) rest[i] -= packed[i];
+        weights[k][s][2 * term] = packed.word[0];
+        weights[k][s][2 * term + 1] = packed.word[1];
+      }
+    }
+  }
 
+  // ---- Tiles ----
+
+  template <Kind kKind>
   __device__ __forceinline__ void process() {
     int index = 0;
     std::uint32_t parity = 0;
-    for (int tile = tile_begin + warp; tile < tile_end; tile += launch.warps) {
-      const Position at = position(tile);
+    const bool needs_head = kKind != PlannedRow::kCommitted || live > 0;
+    HeadInputs next{};
+    if (needs_head) next = load_head(first_tile.head);
+    Position at = first_tile;
+    if constexpr (kKind != PlannedRow::kCommitted) {
+      prepare_group(kKind == PlannedRow::kFlush ? live : 0);
+      point_at_outputs(at);
+    }
+#pragma unroll 1
+    for (int tile = tile_begin; tile < tile_end; ++tile) {
+      if (needs_head && (tile == tile_begin || at.p0 == 0)) {
+        const HeadInputs now = next;
+        if (tile + (launch.head_dim - at.p0) / kTileRows < tile_end) {
+          next = load_head(at.head + 1);
+        }
+        __syncwarp();
+        fill_table(now, at);
+        if constexpr (kKind != PlannedRow::kCommitted && !kOneToken) prepare_weights(now.d);
+      }
       unsigned char* from = stage(index);
-      if (committed) {
+      if constexpr (kKind == PlannedRow::kCommitted) {
         committed_tile(at, from, index, parity);
       } else {
         ptx::mbarrier_wait(barrier(index), parity);
+        __syncwarp();
         append_x(at, stage_x(from));
-        if (flush) fold_tile(at, from, true);
-        const int count = own;
-        int t = 0;
-        for (; t + 4 <= count; t += 4) output_tokens<4>(at, from, t);
-        for (; t < count; ++t) output_tokens<1>(at, from, t);
-        if (flush) ptx::fence_proxy_async();
+        if constexpr (kKind == PlannedRow::kFlush) fold_tile(at, from, true);
+        const bool has_state = kKind == PlannedRow::kFlush || !zero;
+        if constexpr (kOneToken) {
+          output_one_token(at, from, has_state);
+        } else {
+          output_tile(at, from, kKind == PlannedRow::kFlush ? live : 0, has_state);
+        }
+        if constexpr (kKind == PlannedRow::kFlush) ptx::fence_proxy_async();
       }
       __syncwarp();
-      load_tile(tile + launch.stages * launch.warps, index);
+      load_tile(index);
       if (++index == launch.stages) {
         index = 0;
         parity ^= 1;
       }
+      at.p0 += kTileRows;
+      const bool head_ends = at.p0 == launch.head_dim;
+      if constexpr (kKind != PlannedRow::kCommitted) {
+        y_at += head_ends ? launch.y_jump : std::int64_t{kTileRows};
+        x_append += head_ends ? launch.ring_x_jump : std::int64_t{kTileRows};
+      }
+      if (head_ends) {
+        at.p0 = 0;
+        ++at.head;
+      }
     }
   }
 
-  __device__ __forceinline__ void append_x(const Position& at, const Act* x) {
-    for (int i = lane; i < own * kXChunks; i += kWarpLanes) {
-      const int entry = live + i / kXChunks;
-      const int offset = (i % kXChunks) * kActPerChunk;
-      *reinterpret_cast<uint4*>(ring_x(at, entry) + offset) =
-          *reinterpret_cast<const uint4*>(x + entry * kTileRows + offset);
+  __device__ __forceinline__ void point_at_outputs(const Position& at) {
+    y_at = kOneToken ? output(0, at) + lane / kOneRowLanes : output(2 * q, at) + g;
+    x_append = ring_x(at, live + lane / kXChunks) + lane % kXChunks * kActPerChunk;
+  }
+
+  __device__ __forceinline__ void append_x(const Position& at, const Act* x) const {
+    const int chunks = own * kXChunks;
+    const Act* from = x + live * kTileRows;
+    if (lane < chunks) {
+      *reinterpret_cast<uint4*>(x_append) =
+          *reinterpret_cast<const uint4*>(from + lane * kActPerChunk);
+    }
+#pragma unroll 1
+    for (int i = kWarpLanes + lane; i < chunks; i += kWarpLanes) {
+      *reinterpret_cast<uint4*>(ring_x(at, live + i / kXChunks) + i % kXChunks * kActPerChunk) =
+          *reinterpret_cast<const uint4*>(from + i * kActPerChunk);
     }
   }
+
+  // ---- Outputs of one token ----
+
+  /// Products and window terms of all rows in one sum per row and lane. An entry of the window is a
+  /// lane's: it adds its term to its own partial sums.
+  __device__ __forceinline__ void output_one_token(const Position& at, unsigned char* from,
+                                                   bool has_state) {
+    float sum[kOneSlots];
+#pragma unroll
+    for (int s = 0; s < kOneSlots; ++s) sum[s] = 0.0f;
+    if (has_state) {
+      const State* tile = stage_state(from) + team * kOneSlots * kStateSize + column;
+#pragma unroll
+      for (int s = 0; s < kOneSlots; ++s) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          const auto packed =
+              load_packed<State, kVector>(tile + s * kStateSize + v * kVector * kTeamLanes);
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) {
+            sum[s] = fmaf(packed[i], c_columns[v * kVector + i], sum[s]);
+          }
+        }
+      }
+#pragma unroll
+      for (int s = 0; s < kOneSlots; ++s) sum[s] *= one_scale;
+    }
+    static_assert(!kOneToken || kTeams == 1, "an entry's lane adds to all rows of the tile");
+#pragma unroll
+    for (int i = 0; i < kEntryChunks; ++i) {
+      // Lanes beyond the window take the token's own x, with a weight of zero: no branch.
+      const int entry = min(kWarpLanes * i + lane, live);
+      const auto x = load_packed<Act, kOneSlots>(stage_x(from) + entry * kTileRows);
+#pragma unroll
+      for (int s = 0; s < kOneSlots; ++s) sum[s] = fmaf(one_weight[i], x[s], sum[s]);
+    }
+    __syncwarp();
+    float y = reduce(sum);
+    if (lane % kOneRowLanes == 0) {
+      if (p.z != nullptr) y *= silu(widen(gate(0, at)[lane / kOneRowLanes]));
+      *y_at = narrow<Act>(y);
+    }
+  }
+
+  // ---- Outputs of several tokens ----
+
+  __device__ __forceinline__ void output_tile(const Position& at, unsigned char* from, int first,
+                                              bool has_state) {
+    float y[kTokenBlocks][4];
+#pragma unroll
+    for (int k = 0; k < kTokenBlocks; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) y[k][i] = 0.0f;
+    }
+    if (has_state) {
+      multiply_state(stage_state(from), y);
+#pragma unroll
+      for (int k = 0; k < kTokenBlocks; ++k) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) y[k][i] *= scale[k][i % 2];
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < kWindowSteps; ++s) {
+      if (16 * s < live + own && 16 * s + 15 >= first) {
+        multiply_window(stage_x(from), s, y);
+      }
+    }
+    if (p.z != nullptr) apply_gate(at, y);
+#pragma unroll
+    for (int k = 0; k < kTokenBlocks; ++k) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (8 * k + 2 * q + i < own) {
+          Act* to = y_at + (8 * k + i) * p.y_token_stride;
+          to[0] = narrow<Act>(y[k][i]);
+          to[8] = narrow<Act>(y[k][i + 2]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void apply_gate(const Position& at,
+                                             float (&y)[kTokenBlocks][4]) const {
+#pragma unroll
+    for (int k = 0; k < kTokenBlocks; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = 8 * k + 2 * q + i % 2;
+        if (token < own) y[k][i] *= silu(widen(gate(token, at)[g + 8 * (i / 2)]));
+      }
+    }
+  }
+
+  /// y[p, t] += sum_n S[p, n] C[t, n] for the staged tile.
+  __device__ __forceinline__ void multiply_state(const State* tile, float (&y)[kTokenBlocks][4]) {
+    const State* low = tile + g * kStateSize + q * kOwn;
+    const State* high = low + 8 * kStateSize;
+    float rest[kTokenBlocks][4];  // of the low terms, in a chain of its own
+#pragma unroll
+    for (int k = 0; k < kTokenBlocks; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) rest[k][i] = 0.0f;
+    }
+#pragma unroll
+    for (int s = 0; s < kSegments; ++s) {
+      const auto s0 = load_packed<State, kOwn>(low + 4 * kOwn * s);
+      const auto s1 = load_packed<State, kOwn>(high + 4 * kOwn * s);
+      if constexpr (kBf16Products) {
+#pragma unroll
+        for (int i = 0; i < kOwn / 2; i += 2) {
+#pragma unroll
+          for (int k = 0; k < kTokenBlocks; ++k) {
+            ptx::mma_bf16(i % 4 == 0 ? y[k] : rest[k], s0.word[i], s1.word[i], s0.word[i + 1],
+                          s1.word[i + 1], c[k][s].word[i], c[k][s].word[i + 1]);
+          }
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kOwn / 2; ++i) {
+          const ptx::Tf32Pair a0 = ptx::split_tf32(s0[2 * i]);
+          const ptx::Tf32Pair a1 = ptx::split_tf32(s1[2 * i]);
+          const ptx::Tf32Pair a2 = ptx::split_tf32(s0[2 * i + 1]);
+          const ptx::Tf32Pair a3 = ptx::split_tf32(s1[2 * i + 1]);
+#pragma unroll
+          for (int k = 0; k < kTokenBlocks; ++k) {
+            // bf16 is tf32 as it is; tf32 ignores an fp32's low bits.
+            const float c0 = c_float[k][s][2 * i], c1 = c_float[k][s][2 * i + 1];
+            const std::uint32_t w0 = __float_as_uint(c0), w1 = __float_as_uint(c1);
+            ptx::mma_tf32(y[k], a0.high, a1.high, a2.high, a3.high, w0, w1);
+            if constexpr (kWideState) {
+              ptx::mma_tf32(rest[k], a0.low, a1.low, a2.low, a3.low, w0, w1);
+            }
+            if constexpr (kWideAct) {
+              const ptx::Tf32Pair b0 = ptx::split_tf32(c0), b1 = ptx::split_tf32(c1);
+              ptx::mma_tf32(rest[k], a0.high, a1.high, a2.high, a3.high, b0.low, b1.low);
+            }
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kTokenBlocks; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) y[k][i] += rest[k][i];
+    }
+  }
+
+  /// y[p, t] += sum_e x[e, p] W[e, t] over the sixteen entries of a step.
+  __device__ __forceinline__ void multiply_window(const Act* x, int s,
+                                                  float (&y)[kTokenBlocks][4]) {
+    const int entries = live + own;
+    if constexpr (kWideAct) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int e0 = 16 * s + 8 * half + 2 * q;
+        const auto at = [&](int entry, int state_row) {
+          return ptx::split_tf32(entry < entries ? x[entry * kTileRows + state_row] : 0.0f);
+        };
+        const ptx::Tf32Pair a0 = at(e0, g), a1 = at(e0, g + 8);
+        const ptx::Tf32Pair a2 = at(e0 + 1, g), a3 = at(e0 + 1, g + 8);
+#pragma unroll
+        for (int k = 0; k < kTokenBlocks; ++k) {
+          const ptx::Tf32Pair b0 = ptx::split_tf32(__uint_as_float(weights[k][s][2 * half]));
+          const ptx::Tf32Pair b1 = ptx::split_tf32(__uint_as_float(weights[k][s][2 * half + 1]));
+          ptx::mma_tf32(y[k], a0.low, a1.low, a2.low, a3.low, b0.high, b1.high);
+          ptx::mma_tf32(y[k], a0.high, a1.high, a2.high, a3.high, b0.low, b1.low);
+          ptx::mma_tf32(y[k], a0.high, a1.high, a2.high, a3.high, b0.high, b1.high);
+        }
+      }
+    } else {
+      // Matrix i of the load: entries 8 (i / 2).., state rows 8 (i % 2)..
+      std::uint32_t a[4];
+      const int entry = min(16 * s + 8 * (lane / 16) + lane % 8, entries - 1);
+      ptx::load_matrices_transposed(a, x + entry * kTileRows + 8 * (lane / 8 % 2));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int e0 = 16 * s + 8 * half + 2 * q;
+        const std::uint32_t mask =
+            (e0 < entries ? 0xffffu : 0u) | (e0 + 1 < entries ? 0xffff0000u : 0u);
+        a[2 * half] &= mask;
+        a[2 * half + 1] &= mask;
+      }
+#pragma unroll
+      for (int k = 0; k < kTokenBlocks; ++k) {
+#pragma unroll
+        for (int term = kWeightTerms - 1; term >= 0; --term) {
+          ptx::mma_bf16(y[k], a[0], a[1], a[2], a[3], weights[k][s][2 * term],
+                        weights[k][s][2 * term + 1]);
+        }
+      }
+    }
+  }
+
+  // ---- Element-wise work on the state ----
 
   struct Tile {
     float s[kSlots][kColumns];
@@ -482,152 +788,103 @@ class Mamba2StepKernel {
     }
   }
 
-  template <typename Pointer>
-  __device__ __forceinline__ void read_columns(Pointer from, float (&out)[kColumns]) const {
+  /// This lane's columns of a row of B or C, as loaded.
+  struct PackedColumns {
+    Packed<Act, kVector> vector[kVectors];
+  };
+
+  __device__ __forceinline__ PackedColumns load_columns(const Act* from) const {
+    PackedColumns out;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      const auto packed = load_packed<Act, kVector>(from + v * kVector * kTeamLanes + column);
+      out.vector[v] = load_packed<Act, kVector>(from + v * kVector * kTeamLanes + column);
+    }
+    return out;
+  }
+
+  static __device__ __forceinline__ void widen_columns(const PackedColumns& from,
+                                                       float (&out)[kColumns]) {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) out[v * kVector + i] = packed[i];
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) out[v * kVector + i] = from.vector[v][i];
     }
   }
 
-  /// Folds the live records into the staged tile.
+  /// Folds the live records into the staged tile; to global memory too if asked.
   __device__ __forceinline__ void fold_tile(const Position& at, unsigned char* from,
                                             bool to_global) {
+#pragma unroll 1
+    for (int first_row = 0; first_row < kTileRows; first_row += kPassRows) {
+      fold_pass(at, from, first_row, to_global);
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void fold_pass(const Position& at, unsigned char* from, int first_row,
+                                            bool to_global) {
+    State* staged = stage_state(from) + first_row * kStateSize;
     Tile tile;
-    read_tile(stage_state(from), zero, tile);
-    const Table head = table(at.local_head);
-    const Act* x = stage_x(from) + team * kSlots;
-    const Act* b = shared_b();
+    read_tile(staged, zero, tile);
+    const Table head = table();
+    const Act* x = stage_x(from) + first_row + team * kSlots;
+    const Act* from_b = ring_b(0);
+    int until_wrap = places - first_place;
+    // Two records ahead: they come from L2.
+    PackedColumns next[2];
+    const auto load_next = [&](PackedColumns& to) {
+      to = load_columns(from_b);
+      from_b += p.ring_b_place_stride;
+      if (--until_wrap == 0) from_b -= places * p.ring_b_place_stride;
+    };
+    load_next(next[0]);
+    if (live > 1) load_next(next[1]);
 #pragma unroll 1
     for (int entry = 0; entry < live; ++entry) {
+      const PackedColumns b = next[0];
+      next[0] = next[1];
+      if (entry + 2 < live) load_next(next[1]);
       const float dt = head.dt[entry];
       const float decay = head.decay[entry];
       float bv[kColumns];
-      read_columns(b + entry * kStateSize, bv);
+      widen_columns(b, bv);
       const auto xv = load_packed<Act, kSlots>(x + entry * kTileRows);
 #pragma unroll
       for (int s = 0; s < kSlots; ++s) advance(tile, s, decay, __fmul_rn(dt, xv[s]), bv);
     }
-    __syncwarp();
     if (to_global) {
-      write_tile<true, true>(tile, state(at), stage_state(from));
+      write_tile<true, true>(tile, state(at) + static_cast<std::int64_t>(first_row) * kStateSize,
+                             staged);
     } else {
-      write_tile<false, true>(tile, nullptr, stage_state(from));
+      write_tile<false, true>(tile, nullptr, staged);
     }
-    __syncwarp();
   }
 
   /// Sums each slot over its team; the lane's result is that of state row lane / kRowLanes. A step
-  /// halves the slots a lane holds, so that kSlots sums take kSlots + log2(kRowLanes) - 1
+  /// halves the slots a lane holds, so that n sums take n - 1 + log2(lanes / n)
   /// exchanges.
-  __device__ __forceinline__ float reduce(float (&sum)[kSlots]) const {
-    exchange<kSlots / 2, kTeamLanes / 2>(sum);
+  template <int kCount>
+  __device__ __forceinline__ float reduce(float (&sum)[kCount]) const {
+    exchange<kCount / 2, kTeamLanes / 2>(sum);
     float total = sum[0];
 #pragma unroll
-    for (int rest = kRowLanes / 2; rest > 0; rest /= 2) {
+    for (int rest = kTeamLanes / kCount / 2; rest > 0; rest /= 2) {
       total += __shfl_xor_sync(kAllLanes, total, rest);
     }
     return total;
   }
 
-  template <int kHalf, int kMask>
-  __device__ __forceinline__ void exchange(float (&sum)[kSlots]) const {
+  template <int kHalf, int kMask, int kCount>
+  __device__ __forceinline__ void exchange(float (&sum)[kCount]) const {
     if constexpr (kHalf > 0) {
       const bool upper = (lane & kMask) != 0;
 #pragma unroll
       for (int i = 0; i < kHalf; ++i) {
-        const float send = upper ? sum[i] : sum[i + kHalf];
-        const float keep = upper ? sum[i + kHalf] : sum[i];
+        const float send = ptx::select(upper, sum[i], sum[i + kHalf]);
+        const float keep = ptx::select(upper, sum[i + kHalf], sum[i]);
         sum[i] = keep + __shfl_xor_sync(kAllLanes, send, kMask);
       }
       exchange<kHalf / 2, kMask / 2>(sum);
-    }
-  }
-
-  /// Outputs of kTokens own tokens from `t0` on, from the staged tile and the window.
-  template <int kTokens>
-  __device__ __forceinline__ void output_tokens(const Position& at, unsigned char* from, int t0) {
-    const Table head = table(at.local_head);
-    float sum[kTokens][kSlots];
-#pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-#pragma unroll
-      for (int s = 0; s < kSlots; ++s) sum[t][s] = 0.0f;
-    }
-    if (!zero || flush) {
-      float c[kTokens][kColumns];
-#pragma unroll
-      for (int t = 0; t < kTokens; ++t) read_columns(shared_c() + (t0 + t) * kStateSize, c[t]);
-      const State* tile = stage_state(from);
-#pragma unroll
-      for (int s = 0; s < kSlots; ++s) {
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-          const auto packed = load_packed<State, kVector>(tile + tile_offset(s, v));
-#pragma unroll
-          for (int t = 0; t < kTokens; ++t) {
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) {
-              sum[t][s] = fmaf(packed[i], c[t][v * kVector + i], sum[t][s]);
-            }
-          }
-        }
-      }
-      float scale = flush ? 1.0f : head.suffix[places];
-      for (int t = 0; t < t0; ++t) scale *= head.decay[live + t];
-#pragma unroll
-      for (int t = 0; t < kTokens; ++t) {
-        scale *= head.decay[live + t0 + t];
-#pragma unroll
-        for (int s = 0; s < kSlots; ++s) sum[t][s] *= scale;
-      }
-    }
-
-    // The window: every lane of a team takes one entry and adds its term to all rows of the team,
-    // so that the exchange that sums the products sums these terms too.
-    const float d = p.d == nullptr ? 0.0f : p.d[at.head];
-    const int last = live + t0 + kTokens - 1;
-#pragma unroll 1
-    for (int first = flush ? live : 0; first <= last; first += kTeamLanes) {
-      const int entry = first + lane % kTeamLanes;
-      if (entry <= last) {
-        const auto x = load_packed<Act, kSlots>(stage_x(from) + entry * kTileRows + team * kSlots);
-        const float dt = head.dt[entry];
-        float weight = entry < live ? head.suffix[entry] : 1.0f;
-        for (int t = 0; t < t0; ++t) {
-          if (entry < live + t) weight *= head.decay[live + t];
-        }
-#pragma unroll
-        for (int t = 0; t < kTokens; ++t) {
-          const int newest = live + t0 + t;
-          if (entry < newest) weight *= head.decay[newest];
-          if (entry <= newest) {
-            float factor = weight * dt * shared_bc()[(t0 + t) * places + entry];
-            if (entry == newest) factor += d;
-#pragma unroll
-            for (int s = 0; s < kSlots; ++s) sum[t][s] = fmaf(factor, x[s], sum[t][s]);
-          }
-        }
-      }
-    }
-    __syncwarp();
-
-    finish_tokens<0>(at, t0, sum);
-  }
-
-  template <int kFirst, int kTokens>
-  __device__ __forceinline__ void finish_tokens(const Position& at, int t0,
-                                                float (&sum)[kTokens][kSlots]) {
-    if constexpr (kFirst < kTokens) {
-      float y = reduce(sum[kFirst]);
-      if (lane % kRowLanes == 0) {
-        const int t = t0 + kFirst;
-        if (p.z != nullptr) y *= silu(widen(gate(t, at)[lane / kRowLanes]));
-        output(t, at)[lane / kRowLanes] = narrow<Act>(y);
-      }
-      finish_tokens<kFirst + 1>(at, t0, sum);
     }
   }
 
@@ -635,40 +892,45 @@ class Mamba2StepKernel {
 
   /// A token's operands as loaded, so that the next token's are on their way during this one's use.
   struct TokenOperands {
-    Packed<Act, kVector> b[kVectors];
-    Packed<Act, kVector> c[kVectors];
-    Act x;  // of state row `lane`
-    Act z;  // of state row lane / kRowLanes
+    PackedColumns b, c;
+    Act x;  // of state row `lane` of the pass
+    Act z;  // of state row lane / kRowLanes of the pass
   };
 
-  __device__ __forceinline__ void load_operands(std::int64_t t, const Position& at,
-                                                TokenOperands& out) const {
-    const Act* b = token_b(t) + column;
-    const Act* c = token_c(t) + column;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      out.b[v] = load_packed<Act, kVector>(b + v * kVector * kTeamLanes);
-      out.c[v] = load_packed<Act, kVector>(c + v * kVector * kTeamLanes);
-    }
-    out.x = token_x(t, at)[lane % kTileRows];
-    out.z = p.z == nullptr ? narrow<Act>(0.0f) : gate(t, at)[lane / kRowLanes];
+  __device__ __forceinline__ TokenOperands load_operands(std::int64_t t, const Position& at) const {
+    return {load_columns(token_b(t)), load_columns(token_c(t)), token_x(t, at)[lane % kPassRows],
+            p.z == nullptr ? narrow<Act>(0.0f) : gate(t, at)[lane / kRowLanes]};
   }
 
   __device__ __forceinline__ void committed_tile(const Position& at, unsigned char* from, int index,
                                                  std::uint32_t parity) {
-    const float a = p.a[at.head];
-    const float d = p.d == nullptr ? 0.0f : p.d[at.head];
-    TokenOperands next;
-    if (token_count > 0) load_operands(0, at, next);
-    float lane_dt = lane < token_count ? time_step(lane, at.head) : 0.0f;
+    TokenOperands first{};
+    if (token_count > 0) first = load_operands(0, at);
+    const float lane_dt = lane < token_count ? time_step(lane, at.head) : 0.0f;
     ptx::mbarrier_wait(barrier(index), parity);
+    __syncwarp();
     if (live > 0) {
       fold_tile(at, from, token_count == 0);
       ptx::fence_proxy_async();
     }
     if (token_count == 0) return;
+    committed_pass(at, stage_state(from), first, lane_dt);
+#pragma unroll 1
+    for (int first_row = kPassRows; first_row < kTileRows; first_row += kPassRows) {
+      const Position pass{at.head, at.p0 + first_row};
+      committed_pass(pass, stage_state(from) + first_row * kStateSize, load_operands(0, pass),
+                     lane_dt);
+    }
+  }
+
+  /// All tokens through kPassRows rows of the state. `next`: the first token's operands; `lane_dt`:
+  /// the time step of token `lane`.
+  __device__ __forceinline__ void committed_pass(const Position& at, const State* staged,
+                                                 TokenOperands next, float lane_dt) {
+    const float a = p.a[at.head];
+    const float d = p.d == nullptr ? 0.0f : p.d[at.head];
     Tile tile;
-    read_tile(stage_state(from), zero && live == 0, tile);
+    read_tile(staged, zero && live == 0, tile);
     for (std::int64_t t0 = 0; t0 < token_count; t0 += kWarpLanes) {
       if (t0 > 0) lane_dt = t0 + lane < token_count ? time_step(t0 + lane, at.head) : 0.0f;
       const float lane_decay = mamba2_decay(a, lane_dt);
@@ -676,27 +938,21 @@ class Mamba2StepKernel {
 #pragma unroll 1
       for (int t = 0; t < count; ++t) {
         const TokenOperands now = next;
-        if (t0 + t + 1 < token_count) load_operands(t0 + t + 1, at, next);
+        if (t0 + t + 1 < token_count) next = load_operands(t0 + t + 1, at);
         const float dt = __shfl_sync(kAllLanes, lane_dt, t);
         const float decay = __shfl_sync(kAllLanes, lane_decay, t);
         const float u = __fmul_rn(dt, widen(now.x));
         float b[kColumns];
-        float c[kColumns];
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-          for (int i = 0; i < kVector; ++i) {
-            b[v * kVector + i] = now.b[v][i];
-            c[v * kVector + i] = now.c[v][i];
-          }
-        }
+        float c_now[kColumns];
+        widen_columns(now.b, b);
+        widen_columns(now.c, c_now);
         float sum[kSlots];
 #pragma unroll
         for (int s = 0; s < kSlots; ++s) {
           advance(tile, s, decay, __shfl_sync(kAllLanes, u, team * kSlots + s), b);
           sum[s] = 0.0f;
 #pragma unroll
-          for (int i = 0; i < kColumns; ++i) sum[s] = fmaf(tile.s[s][i], c[i], sum[s]);
+          for (int i = 0; i < kColumns; ++i) sum[s] = fmaf(tile.s[s][i], c_now[i], sum[s]);
         }
         if constexpr (sizeof(State) == 2) {
           // The state a next token starts from is the stored one.
@@ -718,51 +974,51 @@ class Mamba2StepKernel {
     write_tile<true, false>(tile, state(at), nullptr);
   }
 
-  const Mamba2CudaParams& p;
-  const Mamba2Launch& launch;
   unsigned char* shared;
-  int lane, warp, team, column, places;
-  std::int64_t row;
-  std::int64_t group;
-  int group_head, first_head, tile_begin, tile_end;
+  int g, q;          // lane of a product: lane / 4 and lane % 4
+  int team, column;  // lane of element-wise work
 
-  std::int64_t token_begin, token_count, slot;
-  int live;         // records to replay or fold
-  int first_place;  // of the oldest
-  int own;          // tokens a tentative row appends; 0 for a committed row
-  bool committed, flush;
-  bool zero;  // the checkpoint is zero by definition and never loaded
+  int tile_ahead, rows_ahead;  // the next tile to load, and its first row in its head
+  const State* state_ahead;
+  const Act* x_ahead;             // its x, the chunk of entry lane / kXChunks
+  Act* y_at;                      // output of token 2 q, state row g of the tile
+  Act* x_append;                  // where the chunk of own token lane / kXChunks goes
+  Columns c[kBlocks][kSegments];  // C of token 8 k + g
+  float c_float[kBlocks][kSegments][kCFloats > 0 ? kCFloats : 1];
+  float bc[kBlocks][kEntryBlocks][2];  // B . C of entries 8 i + 2 q, + 1 and token 8 k + g
+  // W of entries 16 s + {2q, 2q+1, 2q+8, 2q+9} and token 8 k + g: fp32, or bf16 terms.
+  std::uint32_t weights[kBlocks][kWindowSteps][kWideAct ? 4 : 2 * kWeightTerms];
+  float c_columns[kColumns];       // one token: C of this lane's columns,
+  float one_weight[kEntryChunks];  // the weights of entries 32 i + lane,
+  float one_scale;                 // and the scale of the checkpoint's part
+  float scale[kBlocks][2];         // of the checkpoint's part of tokens 8 k + 2 q, + 1
 };
 
-template <typename State, typename Act, int kStateSize, int kTileRows>
-__global__ void __launch_bounds__(kMamba2MaxWarps* kWarpLanes, 3)
+constexpr Mamba2Variant mamba2_variant_of(int token_blocks) {
+  return token_blocks == 0   ? Mamba2Variant::kOneToken
+         : token_blocks == 1 ? Mamba2Variant::kSmall
+                             : Mamba2Variant::kGeneral;
+}
+
+template <typename State, typename Act, int kStateSize, int kTokenBlocks, int kWindowSteps>
+__global__ void __launch_bounds__(kMamba2MaxWarps* kWarpLanes,
+                                  mamba2_resident_blocks(mamba2_variant_of(kTokenBlocks)))
     mamba2_step_kernel(const __grid_constant__ Mamba2CudaParams params,
                        const __grid_constant__ Mamba2Launch launch) {
   extern __shared__ __align__(128) unsigned char shared[];
-  Mamba2StepKernel<State, Act, kStateSize, kTileRows>::run(params, launch, shared);
+  Mamba2StepKernel<State, Act, kStateSize, kTokenBlocks, kWindowSteps>::run(params, launch, shared);
 }
 
-using Mamba2KernelFunction = void (*)(Mamba2CudaParams, Mamba2Launch);
-
-/// The kernel of a type pair for a state size and tile, or null. Defined in instantiations/.
 template <typename State, typename Act>
-Mamba2KernelFunction mamba2_step_function(int state_size, int tile_rows);
-
-#define RSSM_INSTANTIATE_MAMBA2(State, Act)                                              \
-  template <>                                                                            \
-  Mamba2KernelFunction mamba2_step_function<State, Act>(int state_size, int tile_rows) { \
-    switch (state_size * 100 + tile_rows) {                                              \
-      case 64 * 100 + 16:                                                                \
-        return mamba2_step_kernel<State, Act, 64, 16>;                                   \
-      case 128 * 100 + 8:                                                                \
-        return mamba2_step_kernel<State, Act, 128, 8>;                                   \
-      case 128 * 100 + 16:                                                               \
-        return mamba2_step_kernel<State, Act, 128, 16>;                                  \
-      case 256 * 100 + 8:                                                                \
-        return mamba2_step_kernel<State, Act, 256, 8>;                                   \
-      default:                                                                           \
-        return nullptr;                                                                  \
-    }                                                                                    \
+Mamba2KernelFunction mamba2_step_function(int state_size, Mamba2Variant variant) {
+  if (state_size == 64) return mamba2_step_kernel<State, Act, 64, 2, 5>;
+  if (state_size == 256) return mamba2_step_kernel<State, Act, 256, 2, 5>;
+  if (state_size != 128) return nullptr;
+  if (variant == Mamba2Variant::kOneToken) {
+    if constexpr (sizeof(State) == 4) return mamba2_step_kernel<State, Act, 128, 0, 2>;
   }
+  if (variant == Mamba2Variant::kGeneral) return mamba2_step_kernel<State, Act, 128, 2, 5>;
+  return mamba2_step_kernel<State, Act, 128, 1, 2>;
+}
 
 }  // namespace replayssm::cuda

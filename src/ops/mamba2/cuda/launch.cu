@@ -1,6 +1,6 @@
 #include "ops/mamba2/cuda/launch.h"
 
-#include "ops/mamba2/cuda/kernel.cuh"
+#include "ops/mamba2/cuda/kernels.h"
 
 namespace replayssm::cuda {
 namespace {
@@ -46,26 +46,24 @@ Status validate_geometry(const Mamba2CudaParams& p) {
                        ", kernels take up to ", ReplayLimits::kMaxWindow, " and ",
                        ReplayLimits::kMaxDraftCapacity);
   }
-  if (p.row_count < 0 || p.token_count < 0 || p.slots < 1) {
-    return invalid_argument(p.row_count, " rows, ", p.token_count, " tokens and ", p.slots,
-                            " slots, expected none negative and a slot");
+  if (p.row_count < 0 || p.token_count < 0) {
+    return invalid_argument(p.row_count, " rows and ", p.token_count,
+                            " tokens, expected none negative");
   }
   return {};
 }
 
 template <typename State, typename Act>
-Mamba2KernelFunction find(const Mamba2CudaParams& p, int tile_rows) {
-  return mamba2_step_function<State, Act>(static_cast<int>(p.state_size), tile_rows);
+Mamba2KernelFunction find(const Mamba2CudaParams& p) {
+  return mamba2_step_function<State, Act>(static_cast<int>(p.state_size), mamba2_variant(p));
 }
 
-Mamba2KernelFunction find_kernel(const Mamba2CudaParams& p, int tile_rows) {
+Mamba2KernelFunction find_kernel(const Mamba2CudaParams& p) {
   const bool f32_state = p.checkpoint == DType::kF32;
   const bool f32_act = p.activation == DType::kF32;
-  if (f32_state && f32_act) return find<float, float>(p, tile_rows);
-  if (f32_state && p.activation == DType::kBF16) return find<float, BF16>(p, tile_rows);
-  if (p.checkpoint == DType::kBF16 && p.activation == DType::kBF16) {
-    return find<BF16, BF16>(p, tile_rows);
-  }
+  if (f32_state && f32_act) return find<float, float>(p);
+  if (f32_state && p.activation == DType::kBF16) return find<float, BF16>(p);
+  if (p.checkpoint == DType::kBF16 && p.activation == DType::kBF16) return find<BF16, BF16>(p);
   return nullptr;
 }
 
@@ -94,13 +92,13 @@ Result<CudaDeviceInfo> query_device(int index) {
 
 Status validate_mamba2(const Mamba2CudaParams& p) {
   RSSM_RETURN_IF_ERROR(validate_geometry(p));
-  if (find_kernel(p, p.state_size > 128 ? 8 : 16) == nullptr) {
+  if (find_kernel(p) == nullptr) {
     return unsupported("no CUDA kernel for a ", to_string(p.checkpoint), " checkpoint with ",
                        to_string(p.activation),
                        " activations; there are f32/f32, f32/bf16 and bf16/bf16");
   }
-  if (p.row_count > 0 && (p.rows == nullptr || p.cursors == nullptr || p.a == nullptr)) {
-    return invalid_argument("rows, cursors or A is null, expected device memory");
+  if (p.row_count > 0 && (p.rows == nullptr || p.a == nullptr)) {
+    return invalid_argument("rows or A is null, expected device memory");
   }
   struct Stride {
     const char* name;
@@ -149,11 +147,7 @@ Status mamba2_cuda_step(const Mamba2CudaParams& params, const Mamba2CudaConfig& 
                         cudaStream_t stream) {
   RSSM_RETURN_IF_ERROR(validate_mamba2(params));
   if (config.blocks == 0) return {};
-  const Mamba2KernelFunction kernel = find_kernel(params, config.tile_rows);
-  if (kernel == nullptr) {
-    return unsupported("no kernel for tiles of ", config.tile_rows, " rows at state size ",
-                       params.state_size);
-  }
+  const Mamba2KernelFunction kernel = find_kernel(params);
   const Mamba2Launch& launch = config.launch;
   if (launch.warps < 1 || launch.warps > kMamba2MaxWarps) {
     return invalid_argument("warps per block is ", launch.warps, ", expected 1 to ",
@@ -163,7 +157,9 @@ Status mamba2_cuda_step(const Mamba2CudaParams& params, const Mamba2CudaConfig& 
       check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                  cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared.bytes),
             "shared memory of the Mamba-2 step"));
-  kernel<<<static_cast<unsigned>(config.blocks), static_cast<unsigned>(launch.warps * kWarpLanes),
+  const dim3 grid(static_cast<unsigned>(config.blocks_per_group),
+                  static_cast<unsigned>(params.groups), static_cast<unsigned>(params.row_count));
+  kernel<<<grid, static_cast<unsigned>(launch.warps * 32),
            static_cast<std::size_t>(launch.shared.bytes), stream>>>(params, launch);
   return check(cudaGetLastError(), "launch of the Mamba-2 step");
 }

@@ -20,6 +20,21 @@ struct alignas(16) DeviceRow {
   RowKind kind = RowKind::kTentative;
 };
 
+/// A row as the layers' kernels use it: checked, with its cursor resolved. Written once per step by
+/// cuda_plan_step, because every warp of every layer needs it and each load it would have to follow
+/// costs a trip to memory.
+struct alignas(16) PlannedRow {
+  enum Kind : std::int8_t { kPadding, kCommitted, kReplay, kFlush };
+  std::int64_t token_begin = 0;
+  std::int64_t token_count = 0;
+  std::int32_t slot = -1;
+  std::int16_t live = 0;         // records to replay or fold
+  std::int16_t first_place = 0;  // of the oldest
+  Kind kind = kPadding;
+  bool zero = false;  // the checkpoint is zero by definition and never loaded
+};
+static_assert(sizeof(PlannedRow) == 32);
+
 /// The first error found by kernels; what == 0: none. The row it names became padding.
 struct DeviceError {
   enum What : std::int32_t { kNone = 0, kSlot, kTokenRange, kTokenCount, kAccepted, kCursor };
@@ -40,12 +55,9 @@ struct Mamba2CudaParams {
   DType activation = DType::kF32;
 
   // The step. Launch shapes depend on the counts, never on the contents.
-  const DeviceRow* rows = nullptr;  // (rows)
+  const PlannedRow* rows = nullptr;  // (rows), in the order in which they are begun
   std::int64_t row_count = 0;
-  std::int64_t token_count = 0;     // tokens of the operands
-  const Cursor* cursors = nullptr;  // (slots)
-  std::int64_t slots = 0;
-  DeviceError* error = nullptr;  // sticky, may be null
+  std::int64_t token_count = 0;  // tokens of the operands
 
   // State of one layer. The record of position p lies at place p mod limits.record_places().
   void* state = nullptr;     // (slots, heads, head_dim, state_size) checkpoint type
@@ -79,6 +91,18 @@ struct Mamba2CudaParams {
   std::int64_t dt_token_stride = 0;
   std::int64_t z_token_stride = 0, z_head_stride = 0;
   std::int64_t y_token_stride = 0, y_head_stride = 0;
+};
+
+/// What cuda_plan_step makes a step's rows from.
+struct PlanParams {
+  const DeviceRow* rows = nullptr;  // (rows)
+  std::int64_t row_count = 0;
+  std::int64_t token_count = 0;     // tokens of the operands
+  const Cursor* cursors = nullptr;  // (slots)
+  std::int64_t slots = 0;
+  ReplayLimits limits;
+  DeviceError* error = nullptr;   // sticky, may be null
+  PlannedRow* planned = nullptr;  // (rows)
 };
 
 /// The commit of a step, for all layers at once.

@@ -2,6 +2,7 @@
 
 namespace replayssm::cuda {
 
-RSSM_INSTANTIATE_MAMBA2(float, BF16)
+template Mamba2KernelFunction mamba2_step_function<float, BF16>(int state_size,
+                                                                Mamba2Variant variant);
 
 }  // namespace replayssm::cuda

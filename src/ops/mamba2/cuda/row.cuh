@@ -1,0 +1,141 @@
+// A warp's share of a Mamba-2 step: which tiles of which row, and where their data lies.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/gates.cuh"
+#include "cuda/vector.cuh"
+#include "ops/mamba2/cuda/config.h"
+#include "ops/mamba2/cuda/params.h"
+
+namespace replayssm::cuda {
+
+inline constexpr int kWarpLanes = 32;
+inline constexpr unsigned kAllLanes = 0xffffffffu;
+
+template <typename State, typename Act, int kStateSize>
+class Mamba2Row {
+ protected:
+  struct Position {
+    int head;
+    int p0;  // first state row
+  };
+
+  __device__ __forceinline__ Mamba2Row(const Mamba2CudaParams& params, const Mamba2Launch& shape)
+      : p(params), launch(shape) {
+    lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+    warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+    places = p.limits.record_places();
+  }
+
+  /// The warp's group and tiles; false if there is nothing left for it.
+  __device__ __forceinline__ bool find_work() {
+    const int run = static_cast<int>(blockIdx.x) * launch.warps + warp;
+    if (run >= launch.runs_per_group) return false;
+    group = static_cast<int>(blockIdx.y);
+    tile_begin = run * launch.tiles_per_run;
+    tile_end = min(tile_begin + launch.tiles_per_run, launch.tiles_per_group);
+    group_head = group * launch.heads_per_group;
+    first_tile = position(tile_begin);
+    return true;
+  }
+
+  __device__ __forceinline__ void read_row() {
+    const auto* at = reinterpret_cast<const uint4*>(p.rows + blockIdx.z);
+    const uint4 words[2] = {at[0], at[1]};
+    PlannedRow r;
+    memcpy(&r, words, sizeof(r));
+    kind = r.kind;
+    token_begin = r.token_begin;
+    token_count = r.token_count;
+    slot = r.slot;
+    live = r.live;
+    first_place = r.first_place;
+    zero = r.zero;
+    own = kind == PlannedRow::kCommitted ? 0 : static_cast<int>(token_count);
+  }
+
+  __device__ __forceinline__ void zero_outputs() const {
+    for (int tile = tile_begin; tile < tile_end; ++tile) {
+      const Position at = position(tile);
+      for (std::int64_t t = 0; t < token_count; ++t) {
+        if (lane < kTileRows) output(t, at)[lane] = narrow<Act>(0.0f);
+      }
+    }
+  }
+
+  // ---- Addresses ----
+
+  __device__ __forceinline__ Position position(int tile) const {
+    const int head =
+        static_cast<int>(static_cast<unsigned>(tile) / static_cast<unsigned>(launch.tiles_per_head));
+    return {group_head + head, (tile - head * launch.tiles_per_head) * kTileRows};
+  }
+
+  __device__ __forceinline__ int place(int entry) const {
+    const int at = first_place + entry;
+    return at < places ? at : at - places;
+  }
+
+  __device__ __forceinline__ State* state(const Position& at) const {
+    return static_cast<State*>(p.state) + slot * p.state_slot_stride +
+           at.head * p.state_head_stride + static_cast<std::int64_t>(at.p0) * kStateSize;
+  }
+  __device__ __forceinline__ Act* ring_x(const Position& at, int entry) const {
+    return static_cast<Act*>(p.ring_x) + slot * p.ring_x_slot_stride +
+           at.head * p.ring_x_head_stride + place(entry) * p.ring_x_place_stride + at.p0;
+  }
+  __device__ __forceinline__ Act* ring_b(int entry) const {
+    return static_cast<Act*>(p.ring_b) + slot * p.ring_b_slot_stride +
+           group * p.ring_b_group_stride + place(entry) * p.ring_b_place_stride;
+  }
+  __device__ __forceinline__ float* ring_dt(std::int64_t head, int entry) const {
+    return p.ring_dt + slot * p.ring_dt_slot_stride + head * p.ring_dt_head_stride + place(entry);
+  }
+  __device__ __forceinline__ const Act* token_x(std::int64_t t, const Position& at) const {
+    return static_cast<const Act*>(p.x) + (token_begin + t) * p.x_token_stride +
+           at.head * p.x_head_stride + at.p0;
+  }
+  __device__ __forceinline__ const Act* token_b(std::int64_t t) const {
+    return static_cast<const Act*>(p.b) + (token_begin + t) * p.b_token_stride +
+           group * p.b_group_stride;
+  }
+  __device__ __forceinline__ const Act* token_c(std::int64_t t) const {
+    return static_cast<const Act*>(p.c) + (token_begin + t) * p.c_token_stride +
+           group * p.c_group_stride;
+  }
+  __device__ __forceinline__ const Act* gate(std::int64_t t, const Position& at) const {
+    return static_cast<const Act*>(p.z) + (token_begin + t) * p.z_token_stride +
+           at.head * p.z_head_stride + at.p0;
+  }
+  __device__ __forceinline__ Act* output(std::int64_t t, const Position& at) const {
+    return static_cast<Act*>(p.y) + (token_begin + t) * p.y_token_stride +
+           at.head * p.y_head_stride + at.p0;
+  }
+  __device__ __forceinline__ float raw_time_step(std::int64_t t, std::int64_t head) const {
+    const std::int64_t at = (token_begin + t) * p.dt_token_stride + head;
+    return p.dt_is_f32 ? static_cast<const float*>(p.dt)[at]
+                       : widen(static_cast<const Act*>(p.dt)[at]);
+  }
+  __device__ __forceinline__ float time_step(std::int64_t t, std::int64_t head) const {
+    return mamba2_time_step(raw_time_step(t, head), p.dt_bias == nullptr ? 0.0f : p.dt_bias[head],
+                            p.dt_softplus, p.dt_min, p.dt_max);
+  }
+
+  const Mamba2CudaParams& p;
+  const Mamba2Launch& launch;
+  int lane, warp, places;
+  int group;
+  int group_head, tile_begin, tile_end;
+  Position first_tile;
+
+  std::int64_t token_begin, token_count;
+  int slot;
+  int live;         // records to replay or fold
+  int first_place;  // of the oldest
+  int own;          // tokens a tentative row appends; 0 for a committed row
+  PlannedRow::Kind kind;
+  bool zero;  // the checkpoint is zero by definition and never loaded
+};
+
+}  // namespace replayssm::cuda
