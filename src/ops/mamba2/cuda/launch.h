@@ -13,6 +13,9 @@ namespace replayssm::cuda {
 
 Result<CudaDeviceInfo> query_device(int index);
 
+/// Whether there is a kernel for these shapes, limits and types.
+Status check_mamba2_support(const Mamba2CudaParams& params);
+
 /// Everything the host can know to be wrong, with what was found and what is allowed.
 Status validate_mamba2(const Mamba2CudaParams& params);
 

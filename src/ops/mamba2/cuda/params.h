@@ -6,28 +6,12 @@
 #include <cstdint>
 #include <limits>
 
+#include "replayssm/cuda.h"
 #include "replayssm/cursor.h"
 #include "replayssm/dtype.h"
 #include "replayssm/step.h"
 
 namespace replayssm::cuda {
-
-/// A StepRow on the device.
-struct alignas(16) DeviceRow {
-  std::int64_t token_begin = 0;
-  std::int64_t token_count = 0;
-  std::int32_t slot = -1;  // negative: padding, outputs are zero and nothing else is touched
-  RowKind kind = RowKind::kTentative;
-};
-
-/// The first error found by kernels; what == 0: none. The row it names became padding.
-struct DeviceError {
-  enum What : std::int32_t { kNone = 0, kSlot, kTokenRange, kTokenCount, kAccepted, kCursor };
-  std::int32_t what = kNone;
-  std::int32_t row = 0;
-  std::int64_t found = 0;
-  std::int64_t allowed = 0;
-};
 
 struct Mamba2CudaParams {
   // Geometry and types.
@@ -86,7 +70,8 @@ struct CommitParams {
   const DeviceRow* rows = nullptr;         // (rows)
   const std::int64_t* accepted = nullptr;  // (rows)
   std::int64_t row_count = 0;
-  Cursor* cursors = nullptr;  // (slots)
+  Cursor* cursors = nullptr;            // (slots)
+  SlotCondition* conditions = nullptr;  // (slots), or null: not kept
   std::int64_t slots = 0;
   ReplayLimits limits;
   DeviceError* error = nullptr;  // sticky, may be null

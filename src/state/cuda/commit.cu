@@ -14,13 +14,23 @@ __global__ void commit_kernel(const __grid_constant__ CommitParams p) {
     report_error(p.error, DeviceError::kSlot, row, r.slot, p.slots - 1);
     return;
   }
-  const std::int64_t accepted = p.accepted[row];
-  const bool all = r.kind == RowKind::kCommitted;
-  if (accepted < 0 || accepted > r.token_count || (all && accepted != r.token_count)) {
-    report_error(p.error, DeviceError::kAccepted, row, accepted, r.token_count);
+  if (p.conditions != nullptr && p.conditions[r.slot] != SlotCondition::kInStep) {
+    report_error(p.error, DeviceError::kCondition, row,
+                 static_cast<std::int64_t>(p.conditions[r.slot]),
+                 static_cast<std::int64_t>(SlotCondition::kInStep));
     return;
   }
-  p.cursors[r.slot] = commit_cursor(p.cursors[r.slot], r.kind, accepted, p.limits);
+  const Cursor cursor = p.cursors[r.slot];
+  const std::int64_t accepted = p.accepted[row];
+  const bool all = r.kind == RowKind::kCommitted;
+  SlotCondition after = SlotCondition::kReady;
+  if (accepted < 0 || accepted > r.token_count || (all && accepted != r.token_count)) {
+    report_error(p.error, DeviceError::kAccepted, row, accepted, r.token_count);
+    if (!outlives_abort(r.kind, cursor, p.limits, true, true)) after = SlotCondition::kInvalid;
+  } else {
+    p.cursors[r.slot] = commit_cursor(cursor, r.kind, accepted, p.limits);
+  }
+  if (p.conditions != nullptr) p.conditions[r.slot] = after;
 }
 
 }  // namespace
