@@ -49,7 +49,8 @@ struct DeviceError {
   enum What : std::int32_t {
     kNone = 0,
     kSlot,        // slot `found`, last slot `allowed`; the row became padding
-    kTokenRange,  // tokens begin or end at `found`, must not before or after `allowed`; padding
+    kTokenRange,  // tokens end at `found` past the operands' `allowed`, or begin at `found` before
+                  // the previous row's end `allowed`; no output of the row is written
     kTokenCount,  // a tentative row of `found` tokens, capacity `allowed`; padding
     kAccepted,    // accepted `found` of `allowed` tokens. The row accepts nothing; where the step
                   // rewrote the stored state the slot becomes invalid

@@ -162,15 +162,27 @@ struct BeginParams {
 
 /// The row as ops may run it, before duplicates are looked for.
 __device__ DeviceRow checked_row(const SlotTable& table, const BeginParams& p, std::int64_t i) {
-  DeviceRow row = p.rows[i];
-  const std::int64_t earliest = i == 0 ? 0 : p.rows[i - 1].token_begin + p.rows[i - 1].token_count;
-  const std::int64_t end = row.token_begin + row.token_count;
-  if (row.token_begin < max(earliest, std::int64_t{0}) || row.token_count < 0 ||
-      row.token_count > p.token_count || row.token_begin > p.token_count - row.token_count) {
-    const bool early = row.token_begin < max(earliest, std::int64_t{0});
-    report_error(table.error, DeviceError::kTokenRange, i, early ? row.token_begin : end,
-                 early ? earliest : p.token_count);
+  const DeviceRow row = p.rows[i];
+  const auto fits = [&](const DeviceRow& r) {
+    return r.token_begin >= 0 && r.token_count >= 0 && r.token_count <= p.token_count &&
+           r.token_begin <= p.token_count - r.token_count;
+  };
+  if (!fits(row)) {
+    const bool long_row = row.token_count < 0 || row.token_count > p.token_count;
+    report_error(table.error, DeviceError::kTokenRange, i,
+                 long_row              ? row.token_count
+                 : row.token_begin < 0 ? row.token_begin
+                                       : row.token_begin + row.token_count,
+                 p.token_count);
     return {};  // its outputs lie where they may not
+  }
+  // A row before that does not fit reaches nowhere, and is reported itself.
+  if (i > 0 && fits(p.rows[i - 1])) {
+    const std::int64_t earliest = p.rows[i - 1].token_begin + p.rows[i - 1].token_count;
+    if (row.token_begin < earliest) {
+      report_error(table.error, DeviceError::kTokenRange, i, row.token_begin, earliest);
+      return {};
+    }
   }
   if (row.slot < 0) return row;
   DeviceRow padding = row;
