@@ -94,10 +94,11 @@ class Mamba2CudaRunner : public Mamba2Runner {
     Mamba2Params params = model().op_params(layer);
     params.d = floats.put(params.d);
     params.dt_bias = floats.put(params.dt_bias);
-    const bool shared_dt = b.dt_view.data >= b.u.data() &&
-                           b.dt_view.data < b.u.data() + b.u.bytes().size();
-    const Mamba2Operands o{xbc.view(b.x), xbc.view(b.b), xbc.view(b.c),
-                           (shared_dt ? u : dt).view(b.dt_view), u.view(b.z), y.view(b.y_view)};
+    const bool shared_dt =
+        b.dt_view.data >= b.u.data() && b.dt_view.data < b.u.data() + b.u.bytes().size();
+    const Mamba2Operands o{xbc.view(b.x), xbc.view(b.b),
+                           xbc.view(b.c), (shared_dt ? u : dt).view(b.dt_view),
+                           u.view(b.z),   y.view(b.y_view)};
     ASSERT_TRUE(is_ok(mamba2_step(cuda_, pool(), layer, step, params, o)));
     ASSERT_CUDA(cudaStreamSynchronize(static_cast<cudaStream_t>(cuda_.stream)));
     u.download(b.u.data());

@@ -1,6 +1,6 @@
 // The Mamba-2 CUDA kernels on buffers of their own, without a pool, and an fp64 oracle per slot.
-// Every buffer starts as NaN, pages are larger than their contents, and after every step memory that
-// must not have changed is compared bit by bit.
+// Every buffer starts as NaN, pages are larger than their contents, and after every step memory
+// that must not have changed is compared bit by bit.
 #pragma once
 
 #include <gtest/gtest.h>
