@@ -1,5 +1,5 @@
 // The commit of a step: one small kernel for all layers, so that it can live inside a graph.
-#include "ops/mamba2/cuda/kernel.cuh"
+#include "cuda/device_error.cuh"
 #include "ops/mamba2/cuda/launch.h"
 
 namespace replayssm::cuda {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "ops/mamba2/cuda/kernel.cuh"
+#include "cuda/device_error.cuh"
 
 namespace replayssm::cuda {
 namespace {
@@ -289,8 +289,8 @@ void launch_put_accepted(const SlotTable& table, std::span<const std::int64_t> a
 
 void launch_begin_rows(const SlotTable& table, const DeviceRow* rows, std::int64_t row_count,
                        std::int64_t token_count, SlotCondition expected, cudaStream_t stream) {
-  const auto threads = static_cast<unsigned>(
-      std::min<std::int64_t>(kStepThreads, (row_count + kWarpLanes - 1) / kWarpLanes * kWarpLanes));
+  const auto threads =
+      static_cast<unsigned>(std::min<std::int64_t>(kStepThreads, (row_count + 31) / 32 * 32));
   begin_rows_kernel<<<1, threads, 0, stream>>>(
       table,
       {.rows = rows, .row_count = row_count, .token_count = token_count, .expected = expected});

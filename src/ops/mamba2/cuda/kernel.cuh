@@ -15,6 +15,7 @@
 
 #include <cstdint>
 
+#include "cuda/device_error.cuh"
 #include "cuda/gates.cuh"
 #include "cuda/ptx/async_copy.cuh"
 #include "cuda/vector.cuh"
@@ -25,16 +26,6 @@ namespace replayssm::cuda {
 
 inline constexpr int kWarpLanes = 32;
 inline constexpr unsigned kAllLanes = 0xffffffffu;
-
-/// Keeps the first error: later ones do not overwrite it.
-__device__ inline void report_error(DeviceError* error, DeviceError::What what, std::int64_t row,
-                                    std::int64_t found, std::int64_t allowed) {
-  if (error == nullptr) return;
-  if (atomicCAS(reinterpret_cast<int*>(&error->what), DeviceError::kNone, what) != 0) return;
-  error->row = static_cast<std::int32_t>(row);
-  error->found = found;
-  error->allowed = allowed;
-}
 
 template <typename State, typename Act, int kStateSize, int kTileRows>
 class Mamba2StepKernel {
