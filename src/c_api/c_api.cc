@@ -35,9 +35,8 @@ struct rssm_image {
   std::vector<std::byte> bytes;
 };
 
+namespace replayssm {
 namespace {
-
-using namespace replayssm;
 
 static_assert(static_cast<int>(StatusCode::kOk) == RSSM_OK);
 static_assert(static_cast<int>(StatusCode::kInvalidArgument) == RSSM_INVALID_ARGUMENT);
@@ -86,7 +85,8 @@ rssm_status guarded(Body body) noexcept {
   }
 }
 
-Status check_not_null(const char* what, const void* pointer) {
+template <typename T>
+Status check_not_null(const char* what, const T* pointer) {
   if (pointer != nullptr) return {};
   return invalid_argument(what, " is NULL");
 }
@@ -179,6 +179,7 @@ Result<StatePoolOptions> pool_options(const rssm_pool_options* o) {
 
 }  // namespace
 
+// C linkage makes these the header's functions although they are in a namespace.
 extern "C" {
 
 const char* rssm_last_error(void) { return last_error; }
@@ -614,3 +615,5 @@ rssm_status rssm_causal_conv1d_step(rssm_pool* pool, const rssm_context* context
 }
 
 }  // extern "C"
+
+}  // namespace replayssm

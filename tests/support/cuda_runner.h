@@ -111,4 +111,37 @@ class Mamba2CudaRunner : public Mamba2Runner {
   CudaContext cuda_;
 };
 
+/// A case in the shapes and types that CUDA kernels take.
+inline Mamba2Case for_cuda(Mamba2Case c) {
+  c.shape.head_dim = (c.shape.head_dim + 15) / 16 * 16;
+  c.shape.state_size = c.shape.state_size <= 64 ? 64 : c.shape.state_size <= 128 ? 128 : 256;
+  if (c.checkpoint == DType::kBF16 && c.activation == DType::kF32) c.activation = DType::kBF16;
+  c.unit = 8;
+  return c;
+}
+
+/// Four heads of 32x64 behind a convolution, two layers.
+inline Mamba2Case usual_case(DType checkpoint = DType::kF32, DType activation = DType::kF32) {
+  Mamba2Case c = for_cuda(small_case("usual", 6, 3));
+  c.shape.head_dim = 32;
+  c.checkpoint = checkpoint;
+  c.activation = activation;
+  c.conv_width = 4;
+  c.layers = 2;
+  c.rewindable = true;
+  return c;
+}
+
+inline StatePool cuda_pool(const Mamba2Model& model, std::int64_t slots,
+                           std::int64_t max_rows = 64) {
+  StatePoolOptions options = on_cuda(model.test_case().options(slots));
+  options.max_rows = max_rows;
+  return model.make_pool(options);
+}
+
+inline const CudaContext kCuda(0, nullptr);
+
+/// The best instruction set there is: like the GPU, all but the generic one fuse multiply and add.
+inline CpuContext best_cpu() { return {.threads = nullptr, .isa = supported_isas().back()}; }
+
 }  // namespace replayssm::testing
