@@ -1,10 +1,14 @@
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
-install(TARGETS replayssm EXPORT replayssm-targets
+install(TARGETS replayssm replayssm_c EXPORT replayssm-targets
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
   INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+if(RSSM_CUDA)
+  install(TARGETS replayssm_cuda EXPORT replayssm-targets
+    ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
+endif()
 install(DIRECTORY include/replayssm DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 install(EXPORT replayssm-targets NAMESPACE replayssm::
   DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/replayssm)

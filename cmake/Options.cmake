@@ -5,8 +5,10 @@ target_compile_options(rssm_options INTERFACE
   # A multiply and an add are fused only where a kernel says so; otherwise "the same operations in
   # the same order" would depend on the compiler's mood.
   $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)
+target_compile_options(rssm_options INTERFACE
+  $<$<COMPILE_LANGUAGE:C>:-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wstrict-prototypes>)
 if(RSSM_WERROR)
-  target_compile_options(rssm_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
+  target_compile_options(rssm_options INTERFACE $<$<COMPILE_LANGUAGE:C,CXX>:-Werror>)
 endif()
 if(RSSM_SANITIZE)
   add_compile_options(-fsanitize=${RSSM_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all)

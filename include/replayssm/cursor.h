@@ -58,6 +58,16 @@ RSSM_HOST_DEVICE constexpr bool row_flushes(RowKind kind, const Cursor& cursor,
   return kind == RowKind::kCommitted || tentative_row_flushes(cursor, limits);
 }
 
+/// Whether a row's slot is as it was before a step that is given up, after its convolutions or
+/// recurrences have run. Tentative tokens lie past the position, where nothing reads; a rewritten
+/// checkpoint, or a committed row's inputs over the convolution's history, cannot be taken back.
+RSSM_HOST_DEVICE constexpr bool outlives_abort(RowKind kind, const Cursor& cursor,
+                                               ReplayLimits limits, bool conv_ran,
+                                               bool recurrence_ran) {
+  return !(recurrence_ran && row_flushes(kind, cursor, limits)) &&
+         !(conv_ran && kind == RowKind::kCommitted);
+}
+
 /// The cursor after committing `accepted` of the row's tokens. A committed row accepts all of them.
 RSSM_HOST_DEVICE constexpr Cursor commit_cursor(Cursor cursor, RowKind kind, std::int64_t accepted,
                                                 ReplayLimits limits) {

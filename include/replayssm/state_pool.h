@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "replayssm/cpu.h"
+#include "replayssm/cuda.h"
 #include "replayssm/cursor.h"
 #include "replayssm/device.h"
 #include "replayssm/dtype.h"
@@ -75,18 +76,24 @@ struct StatePoolOptions {
   bool rewindable = false;
   /// Fill memory no sequence owns with NaN, for tests and debugging.
   bool poison = false;
+  /// The CPU, or a CUDA device: then pages and cursors are in its memory, and every call that
+  /// reads or writes them takes a CudaContext.
   Device device;
+  /// CUDA: most rows of a step, padding included; 0: as many as slots.
+  std::int64_t max_rows = 0;
   /// Pages start at multiples of this many bytes; may be larger than their contents.
   std::size_t page_alignment = 64;
   /// Identifies the model in saved states; a state of another model is refused.
   std::string model_id;
-  /// Caller-owned memory of at least bytes_per_slot() * slots, aligned to 64; empty: the pool
-  /// reserves its own.
+  /// Caller-owned memory of the device, at least bytes_per_slot() * slots, aligned to 64; empty:
+  /// the pool reserves its own. (A CUDA pool keeps cursors and rows, under 100 bytes a slot or row,
+  /// in memory of its own.)
   std::span<std::byte> storage;
 };
 
 /// Bytes ops moved for states and rings, by the formula of what must move (not by counters in
-/// hardware). Sums over rows and layers since the last reset_traffic().
+/// hardware). Sums over rows and layers since the last reset_traffic(). Steps of a CUDA pool count
+/// while the host knows its cursors.
 struct StateTraffic {
   std::int64_t checkpoint_read = 0;
   std::int64_t checkpoint_written = 0;
@@ -113,9 +120,11 @@ class Step {
   Step(const Step&) = delete;
   Step& operator=(const Step&) = delete;
 
+  /// Empty for a step whose rows are on the device.
   const std::vector<StepRow>& rows() const { return rows_; }
   /// One past the last token of any row: operands need at least this many token rows.
   std::int64_t token_end() const { return token_end_; }
+  bool on_device() const { return on_device_; }
 
  private:
   friend class StatePool;
@@ -126,6 +135,7 @@ class Step {
   std::vector<StepRow> rows_;
   std::int64_t token_end_ = 0;
   std::uint64_t generation_ = 0;
+  bool on_device_ = false;
   std::vector<std::uint8_t> done_;  // LayerPart bits per layer
 };
 
@@ -150,10 +160,11 @@ class StatePool {
 
   /// Gives a Mamba-2 layer its A = -exp(A_log), (heads). The pool keeps it because decays are a
   /// function of A and the recorded dt, and folds happen outside of steps too (materialize, load).
-  /// Steps and folds of the layer are refused before.
+  /// Steps and folds of the layer are refused before. A CUDA pool uploads them, and waits.
   Status set_mamba2_a(int layer, std::span<const float> a);
 
-  // ---- Slots. A slot is free, ready, inside a step, or invalid (after a failed step). ----
+  // ---- Slots. A slot is free, ready, inside a step, or invalid (after a failed step): see
+  // SlotCondition. ----
 
   /// Resets the lowest free slot and returns it; kResourceExhausted when none is free.
   Result<std::int32_t> acquire();
@@ -197,6 +208,43 @@ class StatePool {
   /// Ends a step that cannot be completed. Rows whose stored state no layer has rewritten go back
   /// to where they were; the others become invalid until reset, load or copy revives them.
   Status abort(Step& step);
+
+  // ---- CUDA pools: the same calls with a CudaContext in front. A call without one is refused on a
+  // CUDA pool, and one with one on a CPU pool. Calls launch kernels on the context's stream, may be
+  // captured in a graph and do not wait, except where stated. ----
+
+  Result<std::int32_t> acquire(const CudaContext& context);
+  Status reset(const CudaContext& context, std::int32_t slot);
+  Status release(const CudaContext& context, std::int32_t slot);
+  Status force_flush(const CudaContext& context, std::int32_t slot);
+  /// The cursor as the stream's work leaves it. Waits for the stream.
+  Result<Cursor> cursor(const CudaContext& context, std::int32_t slot) const;
+  Status copy(const CudaContext& context, std::int32_t src, std::int32_t dst);
+  /// After steps with rows on the device the host no longer knows cursors: materialize, truncate
+  /// and abort then wait for the stream to fetch them.
+  Status materialize(const CudaContext& context, std::int32_t src, std::int64_t prefix,
+                     std::int32_t dst);
+  Status truncate(const CudaContext& context, std::int32_t slot, std::int64_t position);
+  /// Images are the same on every device. Both wait for the stream; load may allocate device memory
+  /// for the call's duration if records have to be folded.
+  Result<std::vector<std::byte>> save(const CudaContext& context, std::int32_t slot) const;
+  Status load(const CudaContext& context, std::int32_t slot, std::span<const std::byte> image);
+
+  Result<Step> begin_step(const CudaContext& context, std::span<const StepRow> rows);
+  Status commit(const CudaContext& context, Step& step, std::span<const std::int64_t> accepted);
+  Status abort(const CudaContext& context, Step& step);
+
+  /// A step whose rows are in device memory, to be captured with its ops and its commit in a graph
+  /// (or run as it is). The kernel this launches reads `rows` once and makes padding of every row
+  /// that names a slot that is absent, duplicate or not ready, or tokens it cannot have; ops and
+  /// commit see the result. From then on the host does not know cursors, and cursor(slot) without a
+  /// context says so. One step with rows on the device is open at a time.
+  Result<Step> begin_step(const CudaContext& context, const DeviceRows& rows);
+  /// Commits such a step: `accepted` is device memory, (row_count), read by the kernel.
+  Status commit(const CudaContext& context, Step& step, const std::int64_t* accepted);
+  /// Returns the first misuse that kernels have found since the last call, and forgets it. Waits
+  /// for the stream; errors of earlier CUDA work are returned as a status.
+  Result<DeviceError> take_device_error(const CudaContext& context);
 
   const StateTraffic& traffic() const;
   void reset_traffic();

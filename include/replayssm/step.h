@@ -14,6 +14,12 @@ enum class RowKind : std::uint8_t {
 
 const char* to_string(RowKind kind);
 
+/// What a slot of a pool may do: a step takes ready slots, and a commit gives them back.
+enum class SlotCondition : std::uint8_t { kFree, kReady, kInStep, kInvalid };
+
+/// "free", "ready", "inside a step", "invalid after a failed step".
+const char* to_string(SlotCondition condition);
+
 /// One sequence's share of a step. Its tokens are rows [token_begin, token_begin + token_count) of
 /// the packed (tokens, ...) operands of every op of the step.
 struct StepRow {

@@ -5,12 +5,39 @@
 
 namespace replayssm::cuda {
 
+/// 2^n for integral n in [-126, 127].
+__device__ __forceinline__ float exp2_integral(float n) {
+  return __uint_as_float(__float_as_uint(__fadd_rn(n, 12582912.0f + 127.0f)) << 23);
+}
+
+/// e^x as in cpu/simd/vec_math.h, operation for operation: a flush from the same records then gives
+/// the same bits as on a CPU that fuses multiply and add. Within 2 units in the last place.
+__device__ __forceinline__ float exp_f32(float x) {
+  constexpr float kMagic = 12582912.0f;
+  x = x > 100.0f ? 100.0f : x;  // NaN survives
+  x = x < -110.0f ? -110.0f : x;
+  const float n = __fsub_rn(__fadd_rn(__fmul_rn(x, 1.44269504088896341f), kMagic), kMagic);
+  float r = __fmaf_rn(n, -0.693359375f, x);
+  r = __fmaf_rn(n, 2.12194440e-4f, r);
+  float p = 1.9875691500e-4f;
+  p = __fmaf_rn(p, r, 1.3981999507e-3f);
+  p = __fmaf_rn(p, r, 8.3334519073e-3f);
+  p = __fmaf_rn(p, r, 4.1665795894e-2f);
+  p = __fmaf_rn(p, r, 1.6666665459e-1f);
+  p = __fmaf_rn(p, r, 5.0000001201e-1f);
+  p = __fadd_rn(__fmaf_rn(p, __fmul_rn(r, r), r), 1.0f);
+  const float half = __fsub_rn(__fadd_rn(__fmul_rn(n, 0.5f), kMagic), kMagic);
+  return __fmul_rn(__fmul_rn(p, exp2_integral(half)), exp2_integral(__fsub_rn(n, half)));
+}
+
 /// log(1 + e^u); u itself above 20, where the difference is below half an ulp (every reference
 /// implementation of these models uses the same threshold).
 __device__ __forceinline__ float softplus(float u) { return u > 20.0f ? u : log1pf(expf(u)); }
 
-/// u * sigmoid(u).
-__device__ __forceinline__ float silu(float u) { return __fdiv_rn(u, __fadd_rn(1.0f, expf(-u))); }
+/// u / (1 + e^-u).
+__device__ __forceinline__ float silu(float u) {
+  return __fdiv_rn(u, __fadd_rn(1.0f, exp_f32(__fsub_rn(0.0f, u))));
+}
 
 /// Mamba-2 time step: softplus(raw + bias), clamped only if the model asks for it.
 __device__ __forceinline__ float mamba2_time_step(float raw, float bias, bool apply_softplus,
@@ -22,7 +49,7 @@ __device__ __forceinline__ float mamba2_time_step(float raw, float bias, bool ap
 
 /// Mamba-2 decay factor of one token: exp(A * dt), A < 0.
 __device__ __forceinline__ float mamba2_decay(float a, float time_step) {
-  return expf(__fmul_rn(a, time_step));
+  return exp_f32(__fmul_rn(a, time_step));
 }
 
 }  // namespace replayssm::cuda

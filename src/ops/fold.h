@@ -2,10 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
-#include <map>
-#include <string>
-#include <vector>
 
 #include "replayssm/cpu.h"
 #include "state/pool_impl.h"
@@ -16,9 +12,6 @@ namespace replayssm {
 /// touched. src may be dst.
 void fold_between_slots(const CpuContext& context, StatePool::Impl& pool, int layer,
                         std::int32_t src, std::int64_t count, std::int32_t dst);
-
-/// Records outside the pool: each record field by name as (outer, count, inner), oldest first.
-using ExternalRecords = std::map<std::string, std::byte*, std::less<>>;
 
 /// dst's checkpoint = `checkpoint` (null: zero) advanced by `count` external records.
 void fold_external(const CpuContext& context, StatePool::Impl& pool, int layer,

@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "state/device_pool.h"
+
 namespace replayssm {
 namespace {
 
@@ -55,8 +57,8 @@ Status check_limits(const StatePoolOptions& options) {
 }
 
 Status check_options(const StatePoolOptions& options) {
-  if (options.device.kind != DeviceKind::kCpu) {
-    return unsupported("device is ", to_string(options.device.kind), ", this build has: cpu");
+  if (!has_kernels_for(options.device.kind)) {
+    return unsupported("device is ", to_string(options.device), ", this build has: cpu");
   }
   if (options.layers.empty()) return invalid_argument("layers is empty, expected at least 1");
   RSSM_RETURN_IF_ERROR(check_limits(options));
@@ -138,6 +140,20 @@ Result<std::vector<PageLayout>> page_layouts(const StatePoolOptions& options) {
     layouts.push_back(std::move(layout));
   }
   return layouts;
+}
+
+Status check_storage(const StatePoolOptions& options, std::size_t per_slot, std::size_t bytes) {
+  if (options.storage.size() < bytes) {
+    return invalid_argument("storage holds ", options.storage.size(), " bytes, expected ", bytes,
+                            " for ", options.slots, " slots of ", per_slot, " bytes");
+  }
+  const auto misalignment =
+      reinterpret_cast<std::uintptr_t>(options.storage.data()) % kFieldAlignment;
+  if (misalignment != 0) {
+    return invalid_argument("storage is ", misalignment, " bytes past a multiple of ",
+                            kFieldAlignment, ", expected 0");
+  }
+  return {};
 }
 
 std::size_t page_stride(const PageLayout& layout, const StatePoolOptions& options) {

@@ -4,6 +4,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
 #include <vector>
 
 #include "replayssm/state_pool.h"
@@ -38,8 +41,14 @@ struct PageLayout {
   const Field& field(const char* name) const;
 };
 
+/// Records outside a pool: each record field by name as (outer, count, inner), oldest first.
+using ExternalRecords = std::map<std::string, std::byte*, std::less<>>;
+
 /// Checks geometry, types and limits; the layouts of all layers in order.
 Result<std::vector<PageLayout>> page_layouts(const StatePoolOptions& options);
+
+/// The caller's storage holds `bytes` for the pages and is aligned.
+Status check_storage(const StatePoolOptions& options, std::size_t per_slot, std::size_t bytes);
 
 /// Bytes from one page to the next: the contents rounded up to the options' alignment.
 std::size_t page_stride(const PageLayout& layout, const StatePoolOptions& options);

@@ -5,11 +5,10 @@
 #include <vector>
 
 #include "replayssm/state_pool.h"
+#include "state/device_pool.h"
 #include "state/layout.h"
 
 namespace replayssm {
-
-enum class SlotCondition : std::uint8_t { kFree, kReady, kInStep, kInvalid };
 
 struct StatePool::Impl {
   struct Slot {
@@ -18,7 +17,33 @@ struct StatePool::Impl {
     std::uint64_t generation = 0;  // of the step that holds it, or of its last change of hands
   };
 
-  /// Address of a field of a page.
+  // Public calls come in two spellings, with a CudaContext and without; both arrive here. `cuda` is
+  // null for a call without one.
+  Result<std::int32_t> acquire(const CudaContext* cuda);
+  Status reset(const CudaContext* cuda, std::int32_t slot);
+  Status release(const CudaContext* cuda, std::int32_t slot);
+  Status force_flush(const CudaContext* cuda, std::int32_t slot);
+  Status copy(const CudaContext* cuda, std::int32_t src, std::int32_t dst);
+  Status materialize(const CpuContext& cpu, const CudaContext* cuda, std::int32_t src,
+                     std::int64_t prefix, std::int32_t dst);
+  Status truncate(const CudaContext* cuda, std::int32_t slot, std::int64_t position);
+  Result<std::vector<std::byte>> save(const CudaContext* cuda, std::int32_t slot) const;
+  Status load(const CpuContext& cpu, const CudaContext* cuda, std::int32_t slot,
+              std::span<const std::byte> image);
+  Result<Step> begin_step(const CudaContext* cuda, std::span<const StepRow> rows);
+  Status commit(const CudaContext* cuda, Step& step, std::span<const std::int64_t> accepted);
+  Status abort(const CudaContext* cuda, Step& step);
+
+  /// The call is one for this pool's device.
+  Status check_device(const CudaContext* cuda) const;
+  /// A ready slot's cursor, fetched from the device if the host does not know it.
+  Result<Cursor> ready_cursor(const CudaContext* cuda, std::int32_t slot) const;
+  /// Every layer has run in the step.
+  Status check_complete(const Step& step) const;
+  /// Makes the step's rows the device's current ones if another step's have taken their place.
+  Status select_rows(const CudaContext& cuda, const Step& step);
+
+  /// Address of a field of a page, in the memory of the pool's device.
   std::byte* field(int layer, std::int64_t slot, const Field& f) {
     return base + layer_offset[static_cast<std::size_t>(layer)] +
            static_cast<std::size_t>(slot) * stride[static_cast<std::size_t>(layer)] + f.offset;
@@ -32,7 +57,8 @@ struct StatePool::Impl {
   Status check_slot(std::int32_t slot) const;
   /// kReady, or the reason why not.
   Status check_ready(std::int32_t slot) const;
-  Status check_rewind(std::int32_t slot, std::int64_t position, const char* what) const;
+  Status check_rewind(std::int32_t slot, const Cursor& cursor, std::int64_t position,
+                      const char* what) const;
   /// The step is one of this pool and has not ended; its slots may have left it.
   Status check_open(const Step& step) const;
   /// The row's slot is still inside the step.
@@ -42,9 +68,11 @@ struct StatePool::Impl {
   /// What a fold of the layer's records needs besides the records.
   Status check_parameters(int layer) const;
 
-  /// An op's right to run: the layer exists and has the part, the step is current, and the part has
-  /// not run in this step. `token_rows` is the shortest operand's extent.
-  Status enter(const Step& step, int layer, Step::LayerPart part, std::int64_t token_rows) const;
+  /// An op's right to run: it is one for the pool's device, the layer exists and has the part, the
+  /// step is current, and the part has not run in this step. `token_rows` is the shortest operand's
+  /// extent.
+  Status enter(const CudaContext* cuda, const Step& step, int layer, Step::LayerPart part,
+               std::int64_t token_rows) const;
   static void leave(Step& step, int layer, Step::LayerPart part) {
     step.done_[static_cast<std::size_t>(layer)] |= part;
   }
@@ -54,11 +82,12 @@ struct StatePool::Impl {
   /// Unique among all pools of the process, so that a step is never mistaken for another pool's.
   static std::uint64_t next_generation();
 
-  /// Gives `slot` a new sequence: the only place a slot becomes ready from scratch.
+  /// Gives `slot` a new sequence: the only place a slot becomes ready from scratch. (The device has
+  /// been told already.)
   void restart(std::int32_t slot, const Cursor& cursor);
-  void poison_slot(std::int32_t slot);
+  Status poison_slot(const CudaContext* cuda, std::int32_t slot);
   /// Poisons ring places that hold no entry of the slot's live range.
-  void poison_unused(std::int32_t slot);
+  Status poison_unused(const CudaContext* cuda, std::int32_t slot);
   /// Copies ring entries [first, last) from one slot to another within this pool.
   void copy_entries(int layer, const Field& f, std::int32_t src, std::int32_t dst,
                     std::int64_t first, std::int64_t last);
@@ -73,6 +102,10 @@ struct StatePool::Impl {
   std::vector<std::vector<float>> mamba2_a;  // by layer; empty: not set
   std::byte* base = nullptr;
   std::shared_ptr<std::byte> owned;
+  std::unique_ptr<DevicePool> gpu;  // null for a pool on the CPU
+  /// Steps with rows on the device have been begun: the cursors in `slots` mean nothing any more.
+  bool cursors_on_device = false;
+  std::uint64_t device_rows_of = 0;  // generation of the step whose rows the device holds
   StateTraffic traffic;
 };
 

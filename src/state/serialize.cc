@@ -229,10 +229,11 @@ Result<Image> parse(std::span<const std::byte> bytes, const StatePool::Impl& poo
 
 }  // namespace
 
-Result<std::vector<std::byte>> StatePool::save(std::int32_t slot) const {
-  const Impl& pool = *impl_;
-  RSSM_RETURN_IF_ERROR(pool.check_ready(slot));
-  const Cursor& cursor = pool.slots[static_cast<std::size_t>(slot)].cursor;
+Result<std::vector<std::byte>> StatePool::Impl::save(const CudaContext* cuda,
+                                                     std::int32_t slot) const {
+  const Impl& pool = *this;
+  RSSM_RETURN_IF_ERROR(check_device(cuda));
+  RSSM_ASSIGN_OR_RETURN(const Cursor cursor, ready_cursor(cuda, slot));
   const std::int64_t conv_from =
       pool.options.rewindable ? cursor.checkpoint_position : cursor.position;
 
@@ -250,10 +251,16 @@ Result<std::vector<std::byte>> StatePool::save(std::int32_t slot) const {
   out.value(cursor.position);
   out.value(static_cast<std::uint8_t>(cursor.force_flush));
   out.value(conv_from);
-  for (int layer = 0; layer < layer_count(); ++layer) {
+  std::vector<std::byte> staging;  // a device's page
+  for (int layer = 0; static_cast<std::size_t>(layer) < layouts.size(); ++layer) {
     const LayerSpec& spec = pool.options.layers[static_cast<std::size_t>(layer)];
+    if (cuda != nullptr) {
+      staging.resize(pool.layout(layer).bytes);
+      RSSM_RETURN_IF_ERROR(gpu->read_page(cuda->stream, layer, slot, staging));
+    }
     for (const Field& f : pool.layout(layer).fields) {
-      const std::byte* data = pool.field(layer, slot, f);
+      const std::byte* data =
+          cuda != nullptr ? staging.data() + f.offset : pool.field(layer, slot, f);
       if (f.kind == FieldKind::kCheckpoint) {
         if (cursor.checkpoint_position > 0) out.bytes(data, f.bytes());
       } else {
@@ -267,9 +274,10 @@ Result<std::vector<std::byte>> StatePool::save(std::int32_t slot) const {
   return out.finish();
 }
 
-Status StatePool::load(const CpuContext& context, std::int32_t slot,
-                       std::span<const std::byte> bytes) {
-  Impl& pool = *impl_;
+Status StatePool::Impl::load(const CpuContext& cpu, const CudaContext* cuda, std::int32_t slot,
+                             std::span<const std::byte> bytes) {
+  Impl& pool = *this;
+  RSSM_RETURN_IF_ERROR(check_device(cuda));
   RSSM_RETURN_IF_ERROR(pool.check_slot(slot));
   RSSM_ASSIGN_OR_RETURN(const Image image, parse(bytes, pool));
   Cursor cursor = image.cursor;
@@ -277,22 +285,24 @@ Status StatePool::load(const CpuContext& context, std::int32_t slot,
   // lacks the convolution inputs for that.
   const bool folds = cursor.live() > pool.options.limits.window ||
                      (pool.options.rewindable && image.conv_from > cursor.checkpoint_position);
-  for (int layer = 0; folds && layer < layer_count(); ++layer) {
+  for (int layer = 0; folds && static_cast<std::size_t>(layer) < layouts.size(); ++layer) {
     RSSM_RETURN_IF_ERROR(pool.check_parameters(layer));
   }
   if (folds) cursor.checkpoint_position = cursor.position;
 
-  if (pool.options.poison) pool.poison_slot(slot);
-  for (int layer = 0; layer < layer_count(); ++layer) {
+  RSSM_RETURN_IF_ERROR(pool.poison_slot(cuda, slot));
+  std::vector<std::byte> staging;  // a device's page; what the image does not fill is never read
+  for (int layer = 0; static_cast<std::size_t>(layer) < layouts.size(); ++layer) {
     const PageLayout& layout = pool.layout(layer);
+    if (cuda != nullptr) staging.assign(layout.bytes, std::byte{0xff});
     const LayerSpec& spec = pool.options.layers[static_cast<std::size_t>(layer)];
     ExternalRecords records;
-    std::vector<std::vector<std::byte>> owned;
+    std::vector<std::vector<std::byte>> repacked;
     const std::byte* checkpoint = nullptr;
     for (std::size_t i = 0; i < layout.fields.size(); ++i) {
       const Field& f = layout.fields[i];
       const auto saved = image.fields[static_cast<std::size_t>(layer)][i];
-      std::byte* data = pool.field(layer, slot, f);
+      std::byte* data = cuda != nullptr ? staging.data() + f.offset : pool.field(layer, slot, f);
       if (f.kind == FieldKind::kCheckpoint) {
         if (saved.empty()) continue;
         std::memcpy(data, saved.data(), saved.size());
@@ -303,14 +313,26 @@ Status StatePool::load(const CpuContext& context, std::int32_t slot,
         const auto skipped = static_cast<std::size_t>(first - begin) * f.entry_bytes();
         read_entries(f, f.places, data, saved.subspan(skipped), first, cursor.position - first);
       } else if (folds) {
-        owned.emplace_back(saved.size());
-        read_entries(f, image.cursor.live(), owned.back().data(), saved, 0, image.cursor.live());
-        records.emplace(f.name, owned.back().data());
+        repacked.emplace_back(saved.size());
+        read_entries(f, image.cursor.live(), repacked.back().data(), saved, 0, image.cursor.live());
+        records.emplace(f.name, repacked.back().data());
       } else {
         read_entries(f, f.places, data, saved, cursor.checkpoint_position, cursor.live());
       }
     }
-    if (folds) fold_external(context, pool, layer, records, checkpoint, image.cursor.live(), slot);
+    const std::int64_t live = image.cursor.live();
+    if (cuda != nullptr) {
+      RSSM_RETURN_IF_ERROR(gpu->write_page(cuda->stream, layer, slot, staging));
+      if (folds) {
+        RSSM_RETURN_IF_ERROR(
+            gpu->fold_external(cuda->stream, layer, records, checkpoint == nullptr, live, slot));
+      }
+    } else if (folds) {
+      fold_external(cpu, pool, layer, records, checkpoint, live, slot);
+    }
+  }
+  if (cuda != nullptr) {
+    RSSM_RETURN_IF_ERROR(gpu->set_slot(cuda->stream, slot, cursor, SlotCondition::kReady));
   }
   pool.restart(slot, cursor);
   return {};

@@ -7,30 +7,19 @@
 #include <new>
 
 #include "ops/fold.h"
+#include "state/device_pool.h"
 #include "state/memory.h"
 #include "state/pool_impl.h"
 
 namespace replayssm {
 namespace {
 
-const char* to_string(SlotCondition condition) {
-  switch (condition) {
-    case SlotCondition::kFree:
-      return "free";
-    case SlotCondition::kReady:
-      return "ready";
-    case SlotCondition::kInStep:
-      return "inside a step";
-    case SlotCondition::kInvalid:
-      return "invalid after a failed step";
-  }
-  return "unknown";
-}
-
 /// All bits set is NaN in every floating-point type the pool stores.
 constexpr int kPoisonByte = 0xff;
 
 constexpr std::size_t kMaxBytes = std::numeric_limits<std::size_t>::max() / 2;
+
+constexpr std::int64_t kMaxRows = std::int64_t{1} << 24;
 
 Status check_parents(std::size_t index, const StepRow& row) {
   if (row.parents.empty()) return {};
@@ -64,7 +53,38 @@ Result<std::size_t> pool_bytes(const StatePoolOptions& options, std::size_t per_
   return per_slot * slots;
 }
 
+/// A CPU pool's pages: the caller's storage or memory of its own.
+Status place_in_memory(const StatePoolOptions& options, std::size_t per_slot, std::size_t bytes,
+                       StatePool::Impl& impl) {
+  if (options.storage.empty()) {
+    impl.owned = reserve_memory(bytes);
+    if (impl.owned == nullptr) {
+      return resource_exhausted("cannot reserve ", bytes, " bytes for ", options.slots,
+                                " slots of ", per_slot, " bytes");
+    }
+    impl.base = impl.owned.get();
+    return {};
+  }
+  RSSM_RETURN_IF_ERROR(check_storage(options, per_slot, bytes));
+  impl.base = options.storage.data();
+  return {};
+}
+
 }  // namespace
+
+const char* to_string(SlotCondition condition) {
+  switch (condition) {
+    case SlotCondition::kFree:
+      return "free";
+    case SlotCondition::kReady:
+      return "ready";
+    case SlotCondition::kInStep:
+      return "inside a step";
+    case SlotCondition::kInvalid:
+      return "invalid after a failed step";
+  }
+  return "unknown";
+}
 
 const char* to_string(RowKind kind) {
   switch (kind) {
@@ -125,24 +145,8 @@ Result<StatePool> StatePool::create(StatePoolOptions options) {
     impl->stride.push_back(stride);
     offset += stride * static_cast<std::size_t>(options.slots);
   }
-  if (options.storage.empty()) {
-    impl->owned = reserve_memory(bytes);
-    if (impl->owned == nullptr) {
-      return resource_exhausted("cannot reserve ", bytes, " bytes for ", options.slots,
-                                " slots of ", slot_bytes.total, " bytes");
-    }
-    impl->base = impl->owned.get();
-  } else {
-    if (options.storage.size() < bytes) {
-      return invalid_argument("storage holds ", options.storage.size(), " bytes, expected ", bytes,
-                              " for ", options.slots, " slots of ", slot_bytes.total, " bytes");
-    }
-    const auto misalignment = reinterpret_cast<std::uintptr_t>(options.storage.data()) % 64;
-    if (misalignment != 0) {
-      return invalid_argument("storage is ", misalignment,
-                              " bytes past a multiple of 64, expected 0");
-    }
-    impl->base = options.storage.data();
+  if (options.device.kind == DeviceKind::kCpu) {
+    RSSM_RETURN_IF_ERROR(place_in_memory(options, slot_bytes.total, bytes, *impl));
   }
   impl->mamba2_a.resize(impl->layouts.size());
   try {
@@ -151,9 +155,22 @@ Result<StatePool> StatePool::create(StatePoolOptions options) {
     return resource_exhausted("cannot keep the cursors of ", options.slots, " slots");
   }
   impl->options = std::move(options);
-  if (impl->options.poison) {
+  if (impl->options.device.kind != DeviceKind::kCpu) {
+    if (impl->options.max_rows < 0 || impl->options.max_rows > kMaxRows) {
+      return invalid_argument("max_rows is ", impl->options.max_rows, ", expected 0..", kMaxRows);
+    }
+    RSSM_ASSIGN_OR_RETURN(impl->gpu, create_device_pool({.options = &impl->options,
+                                                         .layouts = &impl->layouts,
+                                                         .layer_offset = impl->layer_offset,
+                                                         .stride = impl->stride,
+                                                         .page_bytes = bytes,
+                                                         .max_rows = impl->options.max_rows > 0
+                                                                         ? impl->options.max_rows
+                                                                         : impl->options.slots}));
+    impl->base = impl->gpu->base();
+  } else if (impl->options.poison) {
     for (std::int64_t slot = 0; slot < impl->options.slots; ++slot) {
-      impl->poison_slot(static_cast<std::int32_t>(slot));
+      RSSM_RETURN_IF_ERROR(impl->poison_slot(nullptr, static_cast<std::int32_t>(slot)));
     }
   }
   return StatePool(std::move(impl));
@@ -179,6 +196,7 @@ Status StatePool::set_mamba2_a(int layer, std::span<const float> a) {
     return invalid_argument("layer ", layer, ": mamba2 A has ", a.size(), " values, expected ",
                             shape->heads, " (heads)");
   }
+  if (impl_->gpu != nullptr) RSSM_RETURN_IF_ERROR(impl_->gpu->set_mamba2_a(layer, a));
   impl_->mamba2_a[index].assign(a.begin(), a.end());
   return {};
 }
@@ -207,10 +225,29 @@ Status StatePool::Impl::check_ready(std::int32_t slot) const {
   return failed_precondition("slot ", slot, " is ", to_string(condition), ", expected ready");
 }
 
-Status StatePool::Impl::check_rewind(std::int32_t slot, std::int64_t position,
-                                     const char* what) const {
+Status StatePool::Impl::check_device(const CudaContext* cuda) const {
+  const Device& device = options.device;
+  if (device.kind == DeviceKind::kCpu) {
+    if (cuda == nullptr) return {};
+    return invalid_argument("the call is for cuda:", cuda->device, ", the pool is on cpu");
+  }
+  if (cuda == nullptr) {
+    return invalid_argument("the pool is on ", to_string(device),
+                            ", the call has no CudaContext and is for cpu");
+  }
+  if (cuda->device == device.index) return {};
+  return invalid_argument("the call is for cuda:", cuda->device, ", the pool is on ",
+                          to_string(device));
+}
+
+Result<Cursor> StatePool::Impl::ready_cursor(const CudaContext* cuda, std::int32_t slot) const {
   RSSM_RETURN_IF_ERROR(check_ready(slot));
-  const Cursor& cursor = slots[static_cast<std::size_t>(slot)].cursor;
+  if (cursors_on_device) return gpu->fetch_cursor(cuda->stream, slot);
+  return slots[static_cast<std::size_t>(slot)].cursor;
+}
+
+Status StatePool::Impl::check_rewind(std::int32_t slot, const Cursor& cursor, std::int64_t position,
+                                     const char* what) const {
   if (position == cursor.position) return {};
   if (!options.rewindable) {
     return unsupported(what, " of slot ", slot, " to position ", position,
@@ -247,6 +284,10 @@ bool StatePool::Impl::holds(const Step& step, const StepRow& row) const {
 
 Status StatePool::Impl::check_current(const Step& step) const {
   RSSM_RETURN_IF_ERROR(check_open(step));
+  if (step.on_device_ && step.generation_ != device_rows_of) {
+    return failed_precondition("the step with rows on the device, generation ", step.generation_,
+                               ", has given way to another step, generation ", device_rows_of);
+  }
   for (const StepRow& row : step.rows_) {
     if (row.slot < 0) continue;
     if (static_cast<std::size_t>(row.slot) >= slots.size()) {
@@ -263,8 +304,20 @@ Status StatePool::Impl::check_current(const Step& step) const {
   return {};
 }
 
-Status StatePool::Impl::enter(const Step& step, int layer, Step::LayerPart part,
-                              std::int64_t token_rows) const {
+Status StatePool::Impl::select_rows(const CudaContext& cuda, const Step& step) {
+  if (device_rows_of == step.generation_) return {};
+  std::vector<StepRow> rows = step.rows_;
+  for (StepRow& row : rows) {
+    if (row.slot >= 0 && !holds(step, row)) row.slot = -1;  // it may be in another step by now
+  }
+  RSSM_RETURN_IF_ERROR(gpu->put_rows(cuda.stream, rows, step.token_end_, true));
+  device_rows_of = step.generation_;
+  return {};
+}
+
+Status StatePool::Impl::enter(const CudaContext* cuda, const Step& step, int layer,
+                              Step::LayerPart part, std::int64_t token_rows) const {
+  RSSM_RETURN_IF_ERROR(check_device(cuda));
   RSSM_RETURN_IF_ERROR(check_layer(layer));
   if (part == Step::kRecurrence) RSSM_RETURN_IF_ERROR(check_parameters(layer));
   if (part == Step::kConv && options.layers[static_cast<std::size_t>(layer)].conv.width == 0) {
@@ -290,12 +343,15 @@ void StatePool::Impl::restart(std::int32_t slot, const Cursor& cursor) {
       .cursor = cursor, .condition = SlotCondition::kReady, .generation = next_generation()};
 }
 
-void StatePool::Impl::poison_slot(std::int32_t slot) {
+Status StatePool::Impl::poison_slot(const CudaContext* cuda, std::int32_t slot) {
+  if (!options.poison) return {};
+  if (cuda != nullptr) return gpu->poison(cuda->stream, slot, true);
   for (int layer = 0; static_cast<std::size_t>(layer) < layouts.size(); ++layer) {
     for (const Field& f : layout(layer).fields) {
       std::memset(field(layer, slot, f), kPoisonByte, f.bytes());
     }
   }
+  return {};
 }
 
 std::int64_t StatePool::Impl::conv_first(int layer, const Cursor& cursor) const {
@@ -304,7 +360,9 @@ std::int64_t StatePool::Impl::conv_first(int layer, const Cursor& cursor) const 
   return std::max<std::int64_t>(0, from - (width - 1));
 }
 
-void StatePool::Impl::poison_unused(std::int32_t slot) {
+Status StatePool::Impl::poison_unused(const CudaContext* cuda, std::int32_t slot) {
+  if (!options.poison) return {};
+  if (cuda != nullptr) return gpu->poison(cuda->stream, slot, false);
   const Cursor& cursor = slots[static_cast<std::size_t>(slot)].cursor;
   for (int layer = 0; static_cast<std::size_t>(layer) < layouts.size(); ++layer) {
     for (const Field& f : layout(layer).fields) {
@@ -325,34 +383,41 @@ void StatePool::Impl::poison_unused(std::int32_t slot) {
       }
     }
   }
+  return {};
 }
 
-Result<std::int32_t> StatePool::acquire() {
-  for (std::size_t slot = 0; slot < impl_->slots.size(); ++slot) {
-    if (impl_->slots[slot].condition == SlotCondition::kFree) {
-      RSSM_RETURN_IF_ERROR(reset(static_cast<std::int32_t>(slot)));
+Result<std::int32_t> StatePool::Impl::acquire(const CudaContext* cuda) {
+  for (std::size_t slot = 0; slot < slots.size(); ++slot) {
+    if (slots[slot].condition == SlotCondition::kFree) {
+      RSSM_RETURN_IF_ERROR(reset(cuda, static_cast<std::int32_t>(slot)));
       return static_cast<std::int32_t>(slot);
     }
   }
-  return resource_exhausted("all ", impl_->slots.size(), " slots are in use");
+  return resource_exhausted("all ", slots.size(), " slots are in use");
 }
 
-Status StatePool::reset(std::int32_t slot) {
-  RSSM_RETURN_IF_ERROR(impl_->check_slot(slot));
-  impl_->restart(slot, Cursor{});
-  if (impl_->options.poison) impl_->poison_slot(slot);
-  return {};
+Status StatePool::Impl::reset(const CudaContext* cuda, std::int32_t slot) {
+  RSSM_RETURN_IF_ERROR(check_device(cuda));
+  RSSM_RETURN_IF_ERROR(check_slot(slot));
+  if (cuda != nullptr) {
+    RSSM_RETURN_IF_ERROR(gpu->set_slot(cuda->stream, slot, Cursor{}, SlotCondition::kReady));
+  }
+  restart(slot, Cursor{});
+  return poison_slot(cuda, slot);
 }
 
-Status StatePool::release(std::int32_t slot) {
-  RSSM_RETURN_IF_ERROR(impl_->check_slot(slot));
-  Impl::Slot& meta = impl_->slots[static_cast<std::size_t>(slot)];
+Status StatePool::Impl::release(const CudaContext* cuda, std::int32_t slot) {
+  RSSM_RETURN_IF_ERROR(check_device(cuda));
+  RSSM_RETURN_IF_ERROR(check_slot(slot));
+  Slot& meta = slots[static_cast<std::size_t>(slot)];
   if (meta.condition == SlotCondition::kFree) {
     return failed_precondition("slot ", slot, " is already free");
   }
-  meta = {.cursor = {}, .condition = SlotCondition::kFree, .generation = Impl::next_generation()};
-  if (impl_->options.poison) impl_->poison_slot(slot);
-  return {};
+  if (cuda != nullptr) {
+    RSSM_RETURN_IF_ERROR(gpu->set_slot(cuda->stream, slot, Cursor{}, SlotCondition::kFree));
+  }
+  meta = {.cursor = {}, .condition = SlotCondition::kFree, .generation = next_generation()};
+  return poison_slot(cuda, slot);
 }
 
 Result<Cursor> StatePool::cursor(std::int32_t slot) const {
@@ -362,12 +427,26 @@ Result<Cursor> StatePool::cursor(std::int32_t slot) const {
     return failed_precondition("slot ", slot, " is ", to_string(meta.condition),
                                " and has no position");
   }
+  if (impl_->cursors_on_device) {
+    return failed_precondition("the cursor of slot ", slot, " is known on ",
+                               to_string(impl_->options.device),
+                               " only since steps had their rows there: ask with a CudaContext");
+  }
   return meta.cursor;
 }
 
-Status StatePool::force_flush(std::int32_t slot) {
-  RSSM_RETURN_IF_ERROR(impl_->check_ready(slot));
-  impl_->slots[static_cast<std::size_t>(slot)].cursor.force_flush = true;
+Result<Cursor> StatePool::cursor(const CudaContext& context, std::int32_t slot) const {
+  RSSM_RETURN_IF_ERROR(impl_->check_device(&context));
+  if (!impl_->cursors_on_device) RSSM_RETURN_IF_ERROR(cursor(slot).status());
+  RSSM_RETURN_IF_ERROR(impl_->check_slot(slot));
+  return impl_->gpu->fetch_cursor(context.stream, slot);
+}
+
+Status StatePool::Impl::force_flush(const CudaContext* cuda, std::int32_t slot) {
+  RSSM_RETURN_IF_ERROR(check_device(cuda));
+  RSSM_RETURN_IF_ERROR(check_ready(slot));
+  if (cuda != nullptr) RSSM_RETURN_IF_ERROR(gpu->force_flush(cuda->stream, slot));
+  slots[static_cast<std::size_t>(slot)].cursor.force_flush = true;
   return {};
 }
 
@@ -384,66 +463,86 @@ void StatePool::Impl::copy_entries(int layer, const Field& f, std::int32_t src, 
   }
 }
 
-Status StatePool::copy(std::int32_t src, std::int32_t dst) {
-  RSSM_RETURN_IF_ERROR(impl_->check_ready(src));
-  RSSM_RETURN_IF_ERROR(impl_->check_slot(dst));
+Status StatePool::Impl::copy(const CudaContext* cuda, std::int32_t src, std::int32_t dst) {
+  RSSM_RETURN_IF_ERROR(check_device(cuda));
+  RSSM_RETURN_IF_ERROR(check_ready(src));
+  RSSM_RETURN_IF_ERROR(check_slot(dst));
   if (src == dst) return invalid_argument("copy of slot ", src, " onto itself");
-  const Cursor cursor = impl_->slots[static_cast<std::size_t>(src)].cursor;
-  if (impl_->options.poison) impl_->poison_slot(dst);
-  for (int layer = 0; layer < layer_count(); ++layer) {
-    for (const Field& f : impl_->layout(layer).fields) {
+  const Cursor cursor = slots[static_cast<std::size_t>(src)].cursor;
+  RSSM_RETURN_IF_ERROR(poison_slot(cuda, dst));
+  if (cuda != nullptr) {
+    RSSM_RETURN_IF_ERROR(gpu->copy(cuda->stream, src, dst, std::nullopt));
+    restart(dst, cursor);
+    return {};
+  }
+  for (int layer = 0; static_cast<std::size_t>(layer) < layouts.size(); ++layer) {
+    for (const Field& f : layout(layer).fields) {
       if (f.kind == FieldKind::kCheckpoint) {
         if (cursor.checkpoint_position > 0) {
-          std::memcpy(impl_->field(layer, dst, f), impl_->field(layer, src, f), f.bytes());
+          std::memcpy(field(layer, dst, f), field(layer, src, f), f.bytes());
         }
       } else {
-        const std::int64_t first = f.kind == FieldKind::kRecord ? cursor.checkpoint_position
-                                                                : impl_->conv_first(layer, cursor);
-        impl_->copy_entries(layer, f, src, dst, first, cursor.position);
+        const std::int64_t first =
+            f.kind == FieldKind::kRecord ? cursor.checkpoint_position : conv_first(layer, cursor);
+        copy_entries(layer, f, src, dst, first, cursor.position);
       }
     }
   }
-  impl_->restart(dst, cursor);
+  restart(dst, cursor);
   return {};
 }
 
-Status StatePool::materialize(const CpuContext& context, std::int32_t src, std::int64_t prefix,
-                              std::int32_t dst) {
-  RSSM_RETURN_IF_ERROR(impl_->check_rewind(src, prefix, "materialize"));
-  RSSM_RETURN_IF_ERROR(impl_->check_slot(dst));
+Status StatePool::Impl::materialize(const CpuContext& cpu, const CudaContext* cuda,
+                                    std::int32_t src, std::int64_t prefix, std::int32_t dst) {
+  RSSM_RETURN_IF_ERROR(check_device(cuda));
+  RSSM_ASSIGN_OR_RETURN(const Cursor from, ready_cursor(cuda, src));
+  RSSM_RETURN_IF_ERROR(check_rewind(src, from, prefix, "materialize"));
+  RSSM_RETURN_IF_ERROR(check_slot(dst));
   if (src == dst) return invalid_argument("materialize of slot ", src, " onto itself");
-  for (int layer = 0; layer < layer_count(); ++layer) {
-    RSSM_RETURN_IF_ERROR(impl_->check_parameters(layer));
+  for (int layer = 0; static_cast<std::size_t>(layer) < layouts.size(); ++layer) {
+    RSSM_RETURN_IF_ERROR(check_parameters(layer));
   }
-  const Cursor from = impl_->slots[static_cast<std::size_t>(src)].cursor;
   const Cursor to{.checkpoint_position = prefix, .position = prefix};
-  if (impl_->options.poison) impl_->poison_slot(dst);
-  for (int layer = 0; layer < layer_count(); ++layer) {
-    fold_between_slots(context, *impl_, layer, src, prefix - from.checkpoint_position, dst);
-    for (const Field& f : impl_->layout(layer).fields) {
+  RSSM_RETURN_IF_ERROR(poison_slot(cuda, dst));
+  if (cuda != nullptr) {
+    // On the device the records travel, and are folded where they arrive.
+    RSSM_RETURN_IF_ERROR(gpu->copy(cuda->stream, src, dst, prefix));
+    RSSM_RETURN_IF_ERROR(gpu->fold(cuda->stream, dst));
+    RSSM_RETURN_IF_ERROR(gpu->set_slot(cuda->stream, dst, to, SlotCondition::kReady));
+    restart(dst, to);
+    return poison_unused(cuda, dst);
+  }
+  for (int layer = 0; static_cast<std::size_t>(layer) < layouts.size(); ++layer) {
+    fold_between_slots(cpu, *this, layer, src, prefix - from.checkpoint_position, dst);
+    for (const Field& f : layout(layer).fields) {
       if (f.kind == FieldKind::kConv) {
-        impl_->copy_entries(layer, f, src, dst, impl_->conv_first(layer, to), prefix);
+        copy_entries(layer, f, src, dst, conv_first(layer, to), prefix);
       }
     }
   }
-  impl_->restart(dst, to);
+  restart(dst, to);
   return {};
 }
 
-Status StatePool::truncate(std::int32_t slot, std::int64_t position) {
-  RSSM_RETURN_IF_ERROR(impl_->check_rewind(slot, position, "truncate"));
-  Impl::Slot& meta = impl_->slots[static_cast<std::size_t>(slot)];
-  meta.cursor.position = position;
-  meta.generation = Impl::next_generation();
-  if (impl_->options.poison) impl_->poison_unused(slot);
-  return {};
+Status StatePool::Impl::truncate(const CudaContext* cuda, std::int32_t slot,
+                                 std::int64_t position) {
+  RSSM_RETURN_IF_ERROR(check_device(cuda));
+  RSSM_ASSIGN_OR_RETURN(Cursor cursor, ready_cursor(cuda, slot));
+  RSSM_RETURN_IF_ERROR(check_rewind(slot, cursor, position, "truncate"));
+  cursor.position = position;
+  if (cuda != nullptr) {
+    RSSM_RETURN_IF_ERROR(gpu->set_slot(cuda->stream, slot, cursor, SlotCondition::kReady));
+  }
+  restart(slot, cursor);
+  return poison_unused(cuda, slot);
 }
 
 // ---- Steps ----
 
-Result<Step> StatePool::begin_step(std::span<const StepRow> rows) {
+Result<Step> StatePool::Impl::begin_step(const CudaContext* cuda, std::span<const StepRow> rows) {
+  RSSM_RETURN_IF_ERROR(check_device(cuda));
   Step step;
-  std::vector<std::int64_t> row_of_slot(impl_->slots.size(), -1);
+  std::vector<std::int64_t> row_of_slot(slots.size(), -1);
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const StepRow& row = rows[i];
     if (row.token_begin < step.token_end_ || row.token_count < 0 ||
@@ -453,7 +552,7 @@ Result<Step> StatePool::begin_step(std::span<const StepRow> rows) {
     }
     step.token_end_ = row.token_begin + row.token_count;
     if (row.slot < 0) continue;  // padding
-    if (Status ready = impl_->check_ready(row.slot); !ready.ok()) {
+    if (Status ready = check_ready(row.slot); !ready.ok()) {
       return make_status(ready.code(), "row ", i, ": ", ready.message());
     }
     std::int64_t& owner = row_of_slot[static_cast<std::size_t>(row.slot)];
@@ -463,27 +562,63 @@ Result<Step> StatePool::begin_step(std::span<const StepRow> rows) {
     owner = static_cast<std::int64_t>(i);
     RSSM_RETURN_IF_ERROR(check_parents(i, row));
     if (row.kind == RowKind::kTentative &&
-        (row.token_count < 1 || row.token_count > impl_->options.limits.draft_capacity)) {
+        (row.token_count < 1 || row.token_count > options.limits.draft_capacity)) {
       return invalid_argument("row ", i, ": a tentative row carries ", row.token_count,
-                              " tokens, expected 1..", impl_->options.limits.draft_capacity,
+                              " tokens, expected 1..", options.limits.draft_capacity,
                               " (draft capacity T)");
     }
   }
   step.rows_.assign(rows.begin(), rows.end());
   for (StepRow& row : step.rows_) row.parents = {};  // a chain, and the caller's memory
-  step.generation_ = Impl::next_generation();
-  step.done_.assign(impl_->layouts.size(), 0);
+  step.generation_ = next_generation();
+  step.done_.assign(layouts.size(), 0);
+  if (cuda != nullptr) {
+    RSSM_RETURN_IF_ERROR(gpu->put_rows(cuda->stream, step.rows_, step.token_end_, false));
+    device_rows_of = step.generation_;
+  }
   for (const StepRow& row : rows) {
     if (row.slot < 0) continue;
-    Impl::Slot& slot = impl_->slots[static_cast<std::size_t>(row.slot)];
+    Slot& slot = slots[static_cast<std::size_t>(row.slot)];
     slot.condition = SlotCondition::kInStep;
     slot.generation = step.generation_;
   }
   return step;
 }
 
-Status StatePool::commit(Step& step, std::span<const std::int64_t> accepted) {
-  RSSM_RETURN_IF_ERROR(impl_->check_current(step));
+Result<Step> StatePool::begin_step(const CudaContext& context, const DeviceRows& rows) {
+  RSSM_RETURN_IF_ERROR(impl_->check_device(&context));
+  RSSM_RETURN_IF_ERROR(impl_->gpu->put_rows(context.stream, rows));
+  Step step;
+  step.on_device_ = true;
+  step.token_end_ = rows.token_count;
+  step.generation_ = Impl::next_generation();
+  step.done_.assign(impl_->layouts.size(), 0);
+  impl_->device_rows_of = step.generation_;
+  impl_->cursors_on_device = true;
+  return step;
+}
+
+Status StatePool::Impl::check_complete(const Step& step) const {
+  for (std::size_t layer = 0; layer < step.done_.size(); ++layer) {
+    const bool conv = options.layers[layer].conv.width > 0;
+    if (conv && (step.done_[layer] & Step::kConv) == 0) {
+      return failed_precondition("commit before the convolution of layer ", layer, " has run");
+    }
+    if ((step.done_[layer] & Step::kRecurrence) == 0) {
+      return failed_precondition("commit before the recurrence of layer ", layer, " has run");
+    }
+  }
+  return {};
+}
+
+Status StatePool::Impl::commit(const CudaContext* cuda, Step& step,
+                               std::span<const std::int64_t> accepted) {
+  RSSM_RETURN_IF_ERROR(check_device(cuda));
+  RSSM_RETURN_IF_ERROR(check_current(step));
+  if (step.on_device_) {
+    return invalid_argument("commit got accepted counts on cpu, the step's rows are on ",
+                            to_string(options.device));
+  }
   if (accepted.size() != step.rows_.size()) {
     return invalid_argument("commit got ", accepted.size(), " accepted counts for ",
                             step.rows_.size(), " rows");
@@ -499,49 +634,149 @@ Status StatePool::commit(Step& step, std::span<const std::int64_t> accepted) {
                               all ? "" : std::to_string(row.token_count));
     }
   }
-  for (std::size_t layer = 0; layer < step.done_.size(); ++layer) {
-    const bool conv = impl_->options.layers[layer].conv.width > 0;
-    if (conv && (step.done_[layer] & Step::kConv) == 0) {
-      return failed_precondition("commit before the convolution of layer ", layer, " has run");
-    }
-    if ((step.done_[layer] & Step::kRecurrence) == 0) {
-      return failed_precondition("commit before the recurrence of layer ", layer, " has run");
-    }
+  RSSM_RETURN_IF_ERROR(check_complete(step));
+  if (cuda != nullptr) {
+    RSSM_RETURN_IF_ERROR(select_rows(*cuda, step));
+    RSSM_RETURN_IF_ERROR(gpu->commit(cuda->stream, accepted));
   }
   for (std::size_t i = 0; i < accepted.size(); ++i) {
     const StepRow& row = step.rows_[i];
     if (row.slot < 0) continue;
-    Impl::Slot& slot = impl_->slots[static_cast<std::size_t>(row.slot)];
-    slot.cursor = commit_cursor(slot.cursor, row.kind, accepted[i], impl_->options.limits);
+    Slot& slot = slots[static_cast<std::size_t>(row.slot)];
+    slot.cursor = commit_cursor(slot.cursor, row.kind, accepted[i], options.limits);
     slot.condition = SlotCondition::kReady;
-    if (impl_->options.poison) impl_->poison_unused(row.slot);
   }
+  step.generation_ = 0;
+  for (const StepRow& row : step.rows_) {
+    if (row.slot >= 0) RSSM_RETURN_IF_ERROR(poison_unused(cuda, row.slot));
+  }
+  return {};
+}
+
+Status StatePool::commit(const CudaContext& context, Step& step, const std::int64_t* accepted) {
+  RSSM_RETURN_IF_ERROR(impl_->check_device(&context));
+  RSSM_RETURN_IF_ERROR(impl_->check_current(step));
+  if (!step.on_device_) {
+    return invalid_argument("commit got accepted counts on ", to_string(impl_->options.device),
+                            ", the step's rows are on cpu");
+  }
+  RSSM_RETURN_IF_ERROR(impl_->check_complete(step));
+  RSSM_RETURN_IF_ERROR(impl_->gpu->commit(context.stream, accepted));
   step.generation_ = 0;
   return {};
 }
 
-Status StatePool::abort(Step& step) {
-  RSSM_RETURN_IF_ERROR(impl_->check_open(step));
+Status StatePool::Impl::abort(const CudaContext* cuda, Step& step) {
+  RSSM_RETURN_IF_ERROR(check_device(cuda));
+  RSSM_RETURN_IF_ERROR(check_open(step));
   const bool conv_ran = std::any_of(step.done_.begin(), step.done_.end(),
                                     [](auto done) { return (done & Step::kConv) != 0; });
   const bool recurrence_ran = std::any_of(step.done_.begin(), step.done_.end(), [](auto done) {
     return (done & Step::kRecurrence) != 0;
   });
+  if (step.on_device_) {
+    RSSM_RETURN_IF_ERROR(check_current(step));
+    RSSM_RETURN_IF_ERROR(gpu->abort(cuda->stream, conv_ran, recurrence_ran));
+    step.generation_ = 0;
+    return {};
+  }
+  if (cuda != nullptr) {
+    RSSM_RETURN_IF_ERROR(select_rows(*cuda, step));
+    RSSM_RETURN_IF_ERROR(gpu->abort(cuda->stream, conv_ran, recurrence_ran));
+  }
   for (const StepRow& row : step.rows_) {
     // A slot that left the step (reset, released, ...) is not the step's business any more; the
     // others must not stay inside it.
-    if (row.slot < 0 || !impl_->holds(step, row)) continue;
-    Impl::Slot& slot = impl_->slots[static_cast<std::size_t>(row.slot)];
-    // Tentative tokens lie past the position, where nothing reads; a rewritten checkpoint, or a
-    // committed row's inputs over the convolution's history, cannot be taken back.
-    const bool rewritten =
-        (recurrence_ran && row_flushes(row.kind, slot.cursor, impl_->options.limits)) ||
-        (conv_ran && row.kind == RowKind::kCommitted);
-    slot.condition = rewritten ? SlotCondition::kInvalid : SlotCondition::kReady;
-    if (impl_->options.poison && !rewritten) impl_->poison_unused(row.slot);
+    if (row.slot < 0 || !holds(step, row)) continue;
+    Slot& slot = slots[static_cast<std::size_t>(row.slot)];
+    if (cursors_on_device) {
+      RSSM_ASSIGN_OR_RETURN(slot.cursor, gpu->fetch_cursor(cuda->stream, row.slot));
+    }
+    slot.condition = outlives_abort(row.kind, slot.cursor, options.limits, conv_ran, recurrence_ran)
+                         ? SlotCondition::kReady
+                         : SlotCondition::kInvalid;
+    if (slot.condition == SlotCondition::kReady) {
+      RSSM_RETURN_IF_ERROR(poison_unused(cuda, row.slot));
+    }
   }
   step.generation_ = 0;
   return {};
+}
+
+Result<DeviceError> StatePool::take_device_error(const CudaContext& context) {
+  RSSM_RETURN_IF_ERROR(impl_->check_device(&context));
+  return impl_->gpu->take_error(context.stream);
+}
+
+// ---- The two spellings of every call ----
+
+Result<std::int32_t> StatePool::acquire() { return impl_->acquire(nullptr); }
+Result<std::int32_t> StatePool::acquire(const CudaContext& context) {
+  return impl_->acquire(&context);
+}
+Status StatePool::reset(std::int32_t slot) { return impl_->reset(nullptr, slot); }
+Status StatePool::reset(const CudaContext& context, std::int32_t slot) {
+  return impl_->reset(&context, slot);
+}
+Status StatePool::release(std::int32_t slot) { return impl_->release(nullptr, slot); }
+Status StatePool::release(const CudaContext& context, std::int32_t slot) {
+  return impl_->release(&context, slot);
+}
+Status StatePool::force_flush(std::int32_t slot) { return impl_->force_flush(nullptr, slot); }
+Status StatePool::force_flush(const CudaContext& context, std::int32_t slot) {
+  return impl_->force_flush(&context, slot);
+}
+Status StatePool::copy(std::int32_t src, std::int32_t dst) {
+  return impl_->copy(nullptr, src, dst);
+}
+Status StatePool::copy(const CudaContext& context, std::int32_t src, std::int32_t dst) {
+  return impl_->copy(&context, src, dst);
+}
+Status StatePool::materialize(const CpuContext& context, std::int32_t src, std::int64_t prefix,
+                              std::int32_t dst) {
+  return impl_->materialize(context, nullptr, src, prefix, dst);
+}
+Status StatePool::materialize(const CudaContext& context, std::int32_t src, std::int64_t prefix,
+                              std::int32_t dst) {
+  return impl_->materialize({}, &context, src, prefix, dst);
+}
+Status StatePool::truncate(std::int32_t slot, std::int64_t position) {
+  return impl_->truncate(nullptr, slot, position);
+}
+Status StatePool::truncate(const CudaContext& context, std::int32_t slot, std::int64_t position) {
+  return impl_->truncate(&context, slot, position);
+}
+Result<std::vector<std::byte>> StatePool::save(std::int32_t slot) const {
+  return impl_->save(nullptr, slot);
+}
+Result<std::vector<std::byte>> StatePool::save(const CudaContext& context,
+                                               std::int32_t slot) const {
+  return impl_->save(&context, slot);
+}
+Status StatePool::load(const CpuContext& context, std::int32_t slot,
+                       std::span<const std::byte> image) {
+  return impl_->load(context, nullptr, slot, image);
+}
+Status StatePool::load(const CudaContext& context, std::int32_t slot,
+                       std::span<const std::byte> image) {
+  return impl_->load({}, &context, slot, image);
+}
+Result<Step> StatePool::begin_step(std::span<const StepRow> rows) {
+  return impl_->begin_step(nullptr, rows);
+}
+Result<Step> StatePool::begin_step(const CudaContext& context, std::span<const StepRow> rows) {
+  return impl_->begin_step(&context, rows);
+}
+Status StatePool::commit(Step& step, std::span<const std::int64_t> accepted) {
+  return impl_->commit(nullptr, step, accepted);
+}
+Status StatePool::commit(const CudaContext& context, Step& step,
+                         std::span<const std::int64_t> accepted) {
+  return impl_->commit(&context, step, accepted);
+}
+Status StatePool::abort(Step& step) { return impl_->abort(nullptr, step); }
+Status StatePool::abort(const CudaContext& context, Step& step) {
+  return impl_->abort(&context, step);
 }
 
 }  // namespace replayssm

@@ -40,6 +40,9 @@ struct Mamba2Case {
   Decay decay = Decay::kUsual;
   bool rewindable = false;
   bool strided = false;  // operands are slices of one buffer, rows of heads spread out
+  /// Operands begin at, and their rows are spread by, multiples of this many elements; the gaps of
+  /// 1 are odd.
+  std::int64_t unit = 1;
 
   std::int64_t inner() const { return shape.heads * shape.head_dim; }
   std::int64_t bc() const { return shape.groups * shape.state_size; }

@@ -80,10 +80,6 @@ TEST(StatePoolOptions, ImpossibleOnesAreRefusedNamingBothValues) {
        [](auto& o) { o.activation = DType::kI32; },
        StatusCode::kUnsupported,
        {"i32", "f32", "bf16"}},
-      {"device",
-       [](auto& o) { o.device.kind = DeviceKind::kCuda; },
-       StatusCode::kUnsupported,
-       {"cuda", "cpu"}},
       {"alignment 0", [](auto& o) { o.page_alignment = 0; }, kInvalid, {"0", "64"}},
       {"alignment 32", [](auto& o) { o.page_alignment = 32; }, kInvalid, {"32", "64"}},
       {"alignment 100", [](auto& o) { o.page_alignment = 100; }, kInvalid, {"100", "64"}},
@@ -115,6 +111,75 @@ TEST(StatePoolOptions, ImpossibleOnesAreRefusedNamingBothValues) {
       EXPECT_FALSE(StatePool::slots_for_budget(options, 1 << 20).ok());
     }
   }
+}
+
+// Where there is no GPU, or no kernels for one, creation says so. Sizes need kernels only.
+TEST(StatePoolOptions, ADeviceThatIsNotThereIsRefused) {
+  StatePoolOptions options = small_options();
+  options.device = {DeviceKind::kCuda, 0};
+  const Result<int> devices = device_count(DeviceKind::kCuda);
+  if (devices.ok()) GTEST_SKIP() << "there is a CUDA device";
+  EXPECT_TRUE(refused(devices, StatusCode::kUnsupported, {"cuda", "cpu"}));
+  EXPECT_TRUE(
+      refused(device_properties(options.device), StatusCode::kUnsupported, {"cuda", "cpu"}));
+  const Result<StatePool> pool = StatePool::create(options);
+  EXPECT_TRUE(refused(pool, StatusCode::kUnsupported, {"cuda", "cpu"}));
+  const Result<SlotBytes> bytes = StatePool::bytes_per_slot(options);
+  if (!bytes.ok()) {
+    EXPECT_EQ(bytes.status().message(), pool.status().message());
+  }
+}
+
+// A CPU pool takes no CudaContext, whatever the build.
+TEST(StatePoolOptions, CudaCallsOnACpuPoolAreRefused) {
+  Result<StatePool> pool = StatePool::create(small_options());
+  ASSERT_TRUE(is_ok(pool));
+  ASSERT_TRUE(is_ok(pool->reset(0)));
+  const CudaContext context(3, nullptr);
+  const auto wrong = [](const Status& status) {
+    return refused(status, StatusCode::kInvalidArgument, {"cuda:3", "cpu"});
+  };
+  EXPECT_TRUE(wrong(pool->acquire(context).status()));
+  EXPECT_TRUE(wrong(pool->reset(context, 0)));
+  EXPECT_TRUE(wrong(pool->release(context, 0)));
+  EXPECT_TRUE(wrong(pool->force_flush(context, 0)));
+  EXPECT_TRUE(wrong(pool->cursor(context, 0).status()));
+  EXPECT_TRUE(wrong(pool->copy(context, 0, 1)));
+  EXPECT_TRUE(wrong(pool->materialize(context, 0, 0, 1)));
+  EXPECT_TRUE(wrong(pool->truncate(context, 0, 0)));
+  EXPECT_TRUE(wrong(pool->save(context, 0).status()));
+  EXPECT_TRUE(wrong(pool->load(context, 0, {})));
+  EXPECT_TRUE(wrong(pool->begin_step(context, DeviceRows{}).status()));
+  EXPECT_TRUE(wrong(pool->take_device_error(context).status()));
+  const std::vector<StepRow> rows = {{0, RowKind::kTentative, 0, 1, {}}};
+  EXPECT_TRUE(wrong(pool->begin_step(context, std::span<const StepRow>(rows)).status()));
+  Result<Step> step = pool->begin_step(rows);
+  ASSERT_TRUE(is_ok(step));
+  EXPECT_TRUE(wrong(causal_conv1d_step(context, *pool, 0, *step, {})));
+  EXPECT_TRUE(wrong(mamba2_step(context, *pool, 0, *step, {}, {})));
+  EXPECT_TRUE(wrong(mamba2_explain(context, *pool, 0, 1).status()));
+  const std::vector<std::int64_t> accepted = {1};
+  EXPECT_TRUE(wrong(pool->commit(context, *step, std::span<const std::int64_t>(accepted))));
+  EXPECT_TRUE(wrong(pool->commit(context, *step, accepted.data())));
+  EXPECT_TRUE(wrong(pool->abort(context, *step)));
+  EXPECT_TRUE(is_ok(pool->abort(*step)));
+  EXPECT_EQ(pool->cursor(0).value(), Cursor{});
+}
+
+// Every error word has a message that names row and values.
+TEST(DeviceErrors, AreTextWithBothValues) {
+  EXPECT_TRUE(is_ok(to_status(DeviceError{})));
+  const auto text = [](DeviceError::What what, std::int64_t found, std::int64_t allowed) {
+    return to_status(DeviceError{.what = what, .row = 7, .found = found, .allowed = allowed});
+  };
+  for (const auto what : {DeviceError::kSlot, DeviceError::kTokenRange, DeviceError::kTokenCount,
+                          DeviceError::kAccepted, DeviceError::kDuplicate}) {
+    EXPECT_TRUE(refused(text(what, 41, 52), StatusCode::kInvalidArgument, {"row 7", "41", "52"}));
+  }
+  EXPECT_TRUE(refused(text(DeviceError::kCursor, 41, 52), StatusCode::kFailedPrecondition,
+                      {"row 7", "41", "52"}));
+  EXPECT_TRUE(refused(text(DeviceError::kCondition, 2, 1), StatusCode::kFailedPrecondition,
+                      {"row 7", "inside a step", "ready"}));
 }
 
 TEST(StatePoolOptions, SupportedExtremesWork) {

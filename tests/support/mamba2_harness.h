@@ -294,16 +294,17 @@ inline std::vector<StepRow> step_rows(std::span<const RowSpec> rows) {
 /// By row, by layer: (count, heads, head_dim).
 using StepOutput = std::vector<std::vector<std::vector<float>>>;
 
-/// Steps a pool of `model`'s layers on one CPU context.
+/// Steps a pool of `model`'s layers on one CPU context; a subclass runs them elsewhere.
 class Mamba2Runner {
  public:
   Mamba2Runner(const Mamba2Model& model, StatePool& pool, const CpuContext& context)
       : model_(&model), pool_(&pool), context_(context) {}
+  virtual ~Mamba2Runner() = default;
 
   /// One whole step: begin, all layers, commit.
   StepOutput step(std::span<const RowSpec> rows) {
     StepOutput output(rows.size());
-    Result<Step> step = pool_->begin_step(step_rows(rows));
+    Result<Step> step = begin(step_rows(rows));
     EXPECT_TRUE(is_ok(step));
     if (!step.ok()) return output;
     for (int i = 0; i < model_->test_case().layers; ++i) layer(i, *step, rows, output);
@@ -317,7 +318,7 @@ class Mamba2Runner {
   Status commit(Step& step, std::span<const RowSpec> rows) {
     std::vector<std::int64_t> accepted;
     for (const RowSpec& row : rows) accepted.push_back(row.accepts());
-    return pool_->commit(step, accepted);
+    return end(step, accepted);
   }
 
   /// The operands of one layer for a step, and where its outputs go.
@@ -330,12 +331,17 @@ class Mamba2Runner {
 
   LayerBuffers buffers(int layer, const Step& step, std::span<const RowSpec> rows,
                        std::int64_t more_tokens = 0) {
+    return buffers(layer, step.rows(), step.token_end() + more_tokens, rows);
+  }
+  /// For rows placed at `placed` among `tokens` tokens.
+  LayerBuffers buffers(int layer, std::span<const StepRow> placed, std::int64_t tokens,
+                       std::span<const RowSpec> rows) {
     const Mamba2Case& c = model_->test_case();
-    const std::int64_t tokens = step.token_end() + more_tokens;
-    const std::int64_t guard = c.strided ? 3 : 0;
+    const std::int64_t guard = !c.strided ? 0 : c.unit == 1 ? 3 : c.unit;
     // Head rows of x, z and y spread out, but only where the convolution does not make x.
     const std::int64_t p = c.shape.head_dim;
-    const std::int64_t p_stride = c.strided && c.conv_width == 0 ? p + 5 : p;
+    const std::int64_t p_stride =
+        c.strided && c.conv_width == 0 ? p + (c.unit == 1 ? 5 : c.unit) : p;
     const std::int64_t inner = c.shape.heads * p_stride;
     const std::int64_t bc = c.bc();
     const bool shared_dt = c.strided && c.dt_type == c.activation;
@@ -345,11 +351,12 @@ class Mamba2Runner {
     const std::int64_t z_at = guard;
     const std::int64_t u_at = z_at + (c.z ? inner + guard : 0);
     const std::int64_t dt_at = u_at + inner + 2 * bc + guard;
-    const std::int64_t pitch = dt_at + (shared_dt ? c.shape.heads + guard : 0);
+    const std::int64_t end = dt_at + (shared_dt ? c.shape.heads + guard : 0);
+    const std::int64_t pitch = (end + c.unit - 1) / c.unit * c.unit;
     LayerBuffers out{TokenBuffer(c.activation, tokens, pitch),
                      TokenBuffer(c.dt_type, tokens, c.shape.heads + guard),
                      TokenBuffer(c.activation, tokens, inner + 2 * guard),
-                     TokenBuffer(c.activation, tokens, c.conv_channels() + guard + 1),
+                     TokenBuffer(c.activation, tokens, c.conv_channels() + guard + c.unit),
                      {},
                      {},
                      {},
@@ -378,7 +385,7 @@ class Mamba2Runner {
       if (rows[i].slot < 0) continue;  // stays NaN
       for (std::size_t t = 0; t < rows[i].tokens.size(); ++t) {
         const Mamba2Model::Inputs inputs = model_->inputs(layer, rows[i].tokens[t]);
-        const std::int64_t token = step.rows()[i].token_begin + static_cast<std::int64_t>(t);
+        const std::int64_t token = placed[i].token_begin + static_cast<std::int64_t>(t);
         if (c.conv_width > 0) {
           set_token(out.u_view, token, inputs.u);
         } else {
@@ -418,17 +425,13 @@ class Mamba2Runner {
     LayerBuffers b = buffers(index, step, rows);
     const std::vector<std::byte> u_before = b.u.bytes();
     const std::vector<std::byte> dt_before = b.dt.bytes();
-    if (c.conv_width > 0) {
-      ASSERT_TRUE(
-          is_ok(causal_conv1d_step(context_, *pool_, index, step, conv_operands(index, b))));
-      check_written(rows, step, b.conv_out, b.conv_view, "convolution output");
-    }
-    const std::vector<std::byte> conv_before = b.conv_out.bytes();
-    ASSERT_TRUE(
-        is_ok(mamba2_step(context_, *pool_, index, step, model_->op_params(index), b.mamba2())));
+    run(index, step, b);
+    if (::testing::Test::HasFatalFailure()) return;
     EXPECT_TRUE(same_bytes(b.u.bytes(), u_before)) << "inputs were written";
     EXPECT_TRUE(same_bytes(b.dt.bytes(), dt_before)) << "dt was written";
-    EXPECT_TRUE(same_bytes(b.conv_out.bytes(), conv_before)) << "x, B or C was written";
+    if (c.conv_width > 0) {
+      check_written(rows, step, b.conv_out, b.conv_view, "convolution output");
+    }
     check_written(rows, step, b.y, b.y_view, "y");
     for (std::size_t i = 0; i < rows.size(); ++i) {
       std::vector<float> y;
@@ -438,6 +441,22 @@ class Mamba2Runner {
       }
       output[i].push_back(std::move(y));
     }
+  }
+
+  virtual Result<Step> begin(const std::vector<StepRow>& rows) { return pool_->begin_step(rows); }
+  virtual Status end(Step& step, const std::vector<std::int64_t>& accepted) {
+    return pool_->commit(step, accepted);
+  }
+  /// The ops of a layer on its buffers.
+  virtual void run(int layer, Step& step, LayerBuffers& b) {
+    if (model_->test_case().conv_width > 0) {
+      ASSERT_TRUE(
+          is_ok(causal_conv1d_step(context_, *pool_, layer, step, conv_operands(layer, b))));
+    }
+    const std::vector<std::byte> conv_before = b.conv_out.bytes();
+    ASSERT_TRUE(
+        is_ok(mamba2_step(context_, *pool_, layer, step, model_->op_params(layer), b.mamba2())));
+    EXPECT_TRUE(same_bytes(b.conv_out.bytes(), conv_before)) << "x, B or C was written";
   }
 
   const CpuContext& context() const { return context_; }

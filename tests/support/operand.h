@@ -94,6 +94,7 @@ class TokenBuffer {
   }
 
   const std::vector<std::byte>& bytes() const { return memory_; }
+  std::byte* data() { return memory_.data(); }
   DType dtype() const { return dtype_; }
 
  private:

@@ -10,15 +10,31 @@
 #include "replayssm/state_pool.h"
 #include "state/layout.h"
 #include "state/pool_impl.h"
+#include "support/compare.h"
 #include "support/operand.h"
 
 namespace replayssm::testing {
 
+/// Contents of a slot's page of a layer, without the padding up to the next one; of a device's too.
+inline std::vector<std::byte> page_bytes(const StatePool& pool, int layer, std::int32_t slot) {
+  const StatePool::Impl& impl = pool.impl();
+  const PageLayout& layout = impl.layout(layer);
+  std::vector<std::byte> page(layout.bytes);
+  if (impl.gpu != nullptr) {
+    EXPECT_TRUE(is_ok(impl.gpu->read_page(nullptr, layer, slot, page)));
+  } else {
+    const Field& first = layout.fields.front();
+    std::memcpy(page.data(), impl.field(layer, slot, first) - first.offset, page.size());
+  }
+  return page;
+}
+
 inline std::vector<std::byte> field_bytes(const StatePool& pool, int layer, std::int32_t slot,
                                           const char* name) {
   const Field& field = pool.impl().layout(layer).field(name);
-  const std::byte* data = pool.impl().field(layer, slot, field);
-  return {data, data + field.bytes()};
+  const std::vector<std::byte> page = page_bytes(pool, layer, slot);
+  const auto begin = page.begin() + static_cast<std::ptrdiff_t>(field.offset);
+  return {begin, begin + static_cast<std::ptrdiff_t>(field.bytes())};
 }
 
 inline std::vector<std::byte> checkpoint_bytes(const StatePool& pool, int layer,
@@ -51,10 +67,8 @@ inline void set_checkpoint(StatePool& pool, int layer, std::int32_t slot,
 inline std::vector<std::byte> slot_bytes(const StatePool& pool, std::int32_t slot) {
   std::vector<std::byte> all;
   for (int layer = 0; layer < pool.layer_count(); ++layer) {
-    const PageLayout& layout = pool.impl().layout(layer);
-    const std::byte* page =
-        pool.impl().field(layer, slot, layout.fields.front()) - layout.fields.front().offset;
-    all.insert(all.end(), page, page + layout.bytes);
+    const std::vector<std::byte> page = page_bytes(pool, layer, slot);
+    all.insert(all.end(), page.begin(), page.end());
   }
   return all;
 }

@@ -30,4 +30,10 @@ struct CausalConv1dOperands {
 Status causal_conv1d_step(const CpuContext& context, StatePool& pool, int layer, Step& step,
                           const CausalConv1dOperands& operands);
 
+/// On a CUDA pool: operands are device memory of the pool's device. One launch on the context's
+/// stream; it allocates nothing, does not wait, and may be captured in a graph. Results are bit
+/// for bit those of the CPU's instruction sets that fuse multiply and add.
+Status causal_conv1d_step(const CudaContext& context, StatePool& pool, int layer, Step& step,
+                          const CausalConv1dOperands& operands);
+
 }  // namespace replayssm

@@ -67,8 +67,20 @@ struct Mamba2Operands {
 Status mamba2_step(const CpuContext& context, StatePool& pool, int layer, Step& step,
                    const Mamba2Params& params, const Mamba2Operands& operands);
 
+/// On a CUDA pool: the pointers of params and operands are device memory of the pool's device,
+/// aligned to 16 bytes, with strides of x, B and C that are multiples of 16 bytes. One launch on
+/// the context's stream; it allocates nothing, does not wait, and may be captured in a graph. Head
+/// sizes are multiples of 16, state sizes 64, 128 or 256, types f32/f32, f32/bf16 and bf16/bf16
+/// (checkpoint/activation). Results differ from the CPU's in the order of sums only.
+Status mamba2_step(const CudaContext& context, StatePool& pool, int layer, Step& step,
+                   const Mamba2Params& params, const Mamba2Operands& operands);
+
 /// Which kernel mamba2_step runs for this pool and layer, and why; or why none can.
 Result<std::string> mamba2_explain(const CpuContext& context, const StatePool& pool, int layer);
+
+/// The same for a CUDA pool and a step of `rows` rows, on which the launch shape depends.
+Result<std::string> mamba2_explain(const CudaContext& context, const StatePool& pool, int layer,
+                                   std::int64_t rows);
 
 /// Bytes the state and the ring of one row of one layer move in a step (see StateTraffic).
 StateTraffic mamba2_row_traffic(const Mamba2Shape& shape, DType checkpoint, DType activation,

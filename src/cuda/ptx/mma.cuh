@@ -1,7 +1,7 @@
 // Matrix products of one warp on the tensor cores, sm_80 and later.
 //
-// With g = lane / 4 and q = lane % 4, a lane of m16n8kK holds rows g and g + 8 of A and of the sums,
-// column g of B and columns 2q and 2q + 1 of the sums:
+// With g = lane / 4 and q = lane % 4, a lane of m16n8kK holds rows g and g + 8 of A and of the
+// sums, column g of B and columns 2q and 2q + 1 of the sums:
 //   sums  {(g, 2q), (g, 2q+1), (g+8, 2q), (g+8, 2q+1)}
 //   k16   A {(g, 2q..), (g+8, 2q..), (g, 2q+8..), (g+8, 2q+8..)}, B {(2q.., g), (2q+8.., g)}, two
 //         bf16 to a word
@@ -46,7 +46,8 @@ __device__ __forceinline__ void load_matrices_transposed(std::uint32_t (&out)[4]
                : "memory");
 }
 
-/// x = high + low: what a tf32 operand keeps of x, and the rest. The two carry x to 2^-20 or better.
+/// x = high + low: what a tf32 operand keeps of x, and the rest. The two carry x to 2^-20 or
+/// better.
 struct Tf32Pair {
   std::uint32_t high;
   std::uint32_t low;

@@ -51,7 +51,7 @@ Status causal_conv1d_step(const CpuContext& context, StatePool& pool, int layer,
                           const CausalConv1dOperands& operands) {
   StatePool::Impl& impl = pool.impl();
   const StatePoolOptions& options = impl.options;
-  RSSM_RETURN_IF_ERROR(impl.enter(step, layer, StatePool::Impl::kConvPart,
+  RSSM_RETURN_IF_ERROR(impl.enter(nullptr, step, layer, StatePool::Impl::kConvPart,
                                   operands.u.rank > 0 ? operands.u.shape[0] : 0));
   const ConvShape& conv = options.layers[static_cast<std::size_t>(layer)].conv;
   RSSM_RETURN_IF_ERROR(check_operands(conv, options.activation, operands));
@@ -92,6 +92,19 @@ Status causal_conv1d_step(const CpuContext& context, StatePool& pool, int layer,
     task.position = impl.slots[static_cast<std::size_t>(row.slot)].cursor.position;
     kernel(task);
   });
+  StatePool::Impl::leave(step, layer, StatePool::Impl::kConvPart);
+  return {};
+}
+
+Status causal_conv1d_step(const CudaContext& context, StatePool& pool, int layer, Step& step,
+                          const CausalConv1dOperands& operands) {
+  StatePool::Impl& impl = pool.impl();
+  RSSM_RETURN_IF_ERROR(impl.enter(&context, step, layer, StatePool::Impl::kConvPart,
+                                  operands.u.rank > 0 ? operands.u.shape[0] : 0));
+  const ConvShape& conv = impl.options.layers[static_cast<std::size_t>(layer)].conv;
+  RSSM_RETURN_IF_ERROR(check_operands(conv, impl.options.activation, operands));
+  RSSM_RETURN_IF_ERROR(impl.select_rows(context, step));
+  RSSM_RETURN_IF_ERROR(impl.gpu->causal_conv1d_step(context.stream, layer, operands));
   StatePool::Impl::leave(step, layer, StatePool::Impl::kConvPart);
   return {};
 }

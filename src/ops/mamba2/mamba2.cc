@@ -168,13 +168,31 @@ void zero_tokens(const TensorView& y, const StepRow& row) {
   }
 }
 
+void count_traffic(StatePool::Impl& pool, const Mamba2Shape& shape, const Step& step) {
+  const StatePoolOptions& options = pool.options;
+  for (const StepRow& row : step.rows()) {
+    if (row.slot < 0) continue;
+    const Cursor& cursor = pool.slots[static_cast<std::size_t>(row.slot)].cursor;
+    pool.traffic += mamba2_row_traffic(shape, options.checkpoint, options.activation,
+                                       options.limits, row.kind, cursor, row.token_count);
+  }
+}
+
+std::string describe(const Mamba2Shape& shape, const StatePoolOptions& options) {
+  std::ostringstream out;
+  out << "mamba2 " << shape.heads << "x" << shape.head_dim << "x" << shape.state_size << ", "
+      << shape.groups << " groups, checkpoint " << to_string(options.checkpoint) << ", activation "
+      << to_string(options.activation) << ", exact flush";
+  return std::move(out).str();
+}
+
 }  // namespace
 
 Status mamba2_step(const CpuContext& context, StatePool& pool, int layer, Step& step,
                    const Mamba2Params& params, const Mamba2Operands& operands) {
   StatePool::Impl& impl = pool.impl();
   const StatePoolOptions& options = impl.options;
-  RSSM_RETURN_IF_ERROR(impl.enter(step, layer, StatePool::Impl::kRecurrencePart,
+  RSSM_RETURN_IF_ERROR(impl.enter(nullptr, step, layer, StatePool::Impl::kRecurrencePart,
                                   operands.x.rank > 0 ? operands.x.shape[0] : 0));
   const Mamba2Shape& shape = mamba2_shape(impl, layer);
   RSSM_RETURN_IF_ERROR(check_parameters(shape, params));
@@ -203,29 +221,44 @@ Status mamba2_step(const CpuContext& context, StatePool& pool, int layer, Step& 
   };
   context.parallel_for(static_cast<std::int64_t>(rows.size()) * split.items_per_row(), run_item);
 
-  for (const StepRow& row : rows) {
-    if (row.slot < 0) continue;
-    const Cursor& cursor = impl.slots[static_cast<std::size_t>(row.slot)].cursor;
-    impl.traffic += mamba2_row_traffic(shape, options.checkpoint, options.activation,
-                                       options.limits, row.kind, cursor, row.token_count);
-  }
+  count_traffic(impl, shape, step);
+  StatePool::Impl::leave(step, layer, StatePool::Impl::kRecurrencePart);
+  return {};
+}
+
+Status mamba2_step(const CudaContext& context, StatePool& pool, int layer, Step& step,
+                   const Mamba2Params& params, const Mamba2Operands& operands) {
+  StatePool::Impl& impl = pool.impl();
+  RSSM_RETURN_IF_ERROR(impl.enter(&context, step, layer, StatePool::Impl::kRecurrencePart,
+                                  operands.x.rank > 0 ? operands.x.shape[0] : 0));
+  const Mamba2Shape& shape = mamba2_shape(impl, layer);
+  RSSM_RETURN_IF_ERROR(check_parameters(shape, params));
+  RSSM_RETURN_IF_ERROR(check_operands(shape, impl.options.activation, operands));
+  RSSM_RETURN_IF_ERROR(impl.select_rows(context, step));
+  RSSM_RETURN_IF_ERROR(impl.gpu->mamba2_step(context.stream, layer, params, operands));
+  if (!impl.cursors_on_device) count_traffic(impl, shape, step);
   StatePool::Impl::leave(step, layer, StatePool::Impl::kRecurrencePart);
   return {};
 }
 
 Result<std::string> mamba2_explain(const CpuContext& context, const StatePool& pool, int layer) {
-  const StatePoolOptions& options = pool.options();
-  if (layer < 0 || layer >= pool.layer_count()) {
-    return invalid_argument("layer ", layer, " is out of range, expected 0..",
-                            pool.layer_count() - 1);
-  }
-  const Mamba2Shape& shape = mamba2_shape(pool.impl(), layer);
+  const StatePool::Impl& impl = pool.impl();
+  RSSM_RETURN_IF_ERROR(impl.check_device(nullptr));
+  RSSM_RETURN_IF_ERROR(impl.check_layer(layer));
   std::ostringstream out;
-  out << "mamba2 " << shape.heads << "x" << shape.head_dim << "x" << shape.state_size << ", "
-      << shape.groups << " groups: cpu " << to_string(context.isa) << ", checkpoint "
-      << to_string(options.checkpoint) << ", activation " << to_string(options.activation)
-      << ", exact flush; " << context.thread_count() << " threads over (row, group)";
+  out << describe(mamba2_shape(impl, layer), impl.options) << ": cpu " << to_string(context.isa)
+      << ", " << context.thread_count() << " threads over (row, group)";
   return std::move(out).str();
+}
+
+Result<std::string> mamba2_explain(const CudaContext& context, const StatePool& pool, int layer,
+                                   std::int64_t rows) {
+  const StatePool::Impl& impl = pool.impl();
+  RSSM_RETURN_IF_ERROR(impl.check_device(&context));
+  RSSM_RETURN_IF_ERROR(impl.check_layer(layer));
+  RSSM_ASSIGN_OR_RETURN(const std::string kernel, impl.gpu->mamba2_explain(layer, rows));
+  return describe(mamba2_shape(impl, layer), impl.options) + ": " + to_string(impl.options.device) +
+         " " + kernel;
 }
 
 StateTraffic mamba2_row_traffic(const Mamba2Shape& shape, DType checkpoint, DType activation,

@@ -1,5 +1,7 @@
 #include "ops/mamba2/cuda/launch.h"
 
+#include <initializer_list>
+
 #include "ops/mamba2/cuda/kernels.h"
 
 namespace replayssm::cuda {
@@ -18,11 +20,20 @@ Status check_pointer(const char* name, const void* at) {
   return invalid_argument(name, " is at an address that is ", rest, " mod 16, expected 0");
 }
 
-Status check_stride(const char* name, std::int64_t elements, DType dtype) {
-  const std::int64_t bytes = elements * static_cast<std::int64_t>(size_of(dtype));
-  if (bytes % 16 == 0) return {};
-  return invalid_argument(name, " is ", elements, " elements or ", bytes,
-                          " bytes, expected a multiple of 16 bytes");
+struct Stride {
+  const char* name;
+  std::int64_t elements;
+  DType dtype;
+};
+
+Status check_strides(std::initializer_list<Stride> strides) {
+  for (const Stride& s : strides) {
+    const std::int64_t bytes = s.elements * static_cast<std::int64_t>(size_of(s.dtype));
+    if (bytes % 16 == 0) continue;
+    return invalid_argument(s.name, " is ", s.elements, " elements or ", bytes,
+                            " bytes, expected a multiple of 16 bytes");
+  }
+  return {};
 }
 
 Status validate_geometry(const Mamba2CudaParams& p) {
@@ -90,57 +101,46 @@ Result<CudaDeviceInfo> query_device(int index) {
   return info;
 }
 
-Status validate_mamba2(const Mamba2CudaParams& p) {
+Status check_mamba2_support(const Mamba2CudaParams& p) {
   RSSM_RETURN_IF_ERROR(validate_geometry(p));
   if (find_kernel(p) == nullptr) {
     return unsupported("no CUDA kernel for a ", to_string(p.checkpoint), " checkpoint with ",
                        to_string(p.activation),
                        " activations; there are f32/f32, f32/bf16 and bf16/bf16");
   }
+  return {};
+}
+
+Status validate_mamba2(const Mamba2CudaParams& p) {
+  RSSM_RETURN_IF_ERROR(check_mamba2_support(p));
   if (p.row_count > 0 && (p.rows == nullptr || p.a == nullptr)) {
     return invalid_argument("rows or A is null, expected device memory");
   }
-  struct Stride {
-    const char* name;
-    std::int64_t elements;
-    DType dtype;
-  };
   RSSM_RETURN_IF_ERROR(check_pointer("state", p.state));
   RSSM_RETURN_IF_ERROR(check_pointer("ring_x", p.ring_x));
   RSSM_RETURN_IF_ERROR(check_pointer("ring_b", p.ring_b));
   RSSM_RETURN_IF_ERROR(check_pointer("ring_dt", p.ring_dt));
-  const Stride state_strides[] = {
-      {"state slot stride", p.state_slot_stride, p.checkpoint},
-      {"state head stride", p.state_head_stride, p.checkpoint},
-      {"x ring slot stride", p.ring_x_slot_stride, p.activation},
-      {"x ring head stride", p.ring_x_head_stride, p.activation},
-      {"x ring place stride", p.ring_x_place_stride, p.activation},
-      {"B ring slot stride", p.ring_b_slot_stride, p.activation},
-      {"B ring group stride", p.ring_b_group_stride, p.activation},
-      {"B ring place stride", p.ring_b_place_stride, p.activation},
-  };
-  for (const Stride& s : state_strides) {
-    RSSM_RETURN_IF_ERROR(check_stride(s.name, s.elements, s.dtype));
-  }
-  if (p.token_count > 0) {
-    RSSM_RETURN_IF_ERROR(check_pointer("x", p.x));
-    RSSM_RETURN_IF_ERROR(check_pointer("B", p.b));
-    RSSM_RETURN_IF_ERROR(check_pointer("C", p.c));
-    RSSM_RETURN_IF_ERROR(check_pointer("dt", p.dt));
-    RSSM_RETURN_IF_ERROR(check_pointer("y", p.y));
-    const Stride token_strides[] = {
-        {"x token stride", p.x_token_stride, p.activation},
-        {"x head stride", p.x_head_stride, p.activation},
-        {"B token stride", p.b_token_stride, p.activation},
-        {"B group stride", p.b_group_stride, p.activation},
-        {"C token stride", p.c_token_stride, p.activation},
-        {"C group stride", p.c_group_stride, p.activation},
-    };
-    for (const Stride& s : token_strides) {
-      RSSM_RETURN_IF_ERROR(check_stride(s.name, s.elements, s.dtype));
-    }
-  }
-  return {};
+  RSSM_RETURN_IF_ERROR(
+      check_strides({{"state slot stride", p.state_slot_stride, p.checkpoint},
+                     {"state head stride", p.state_head_stride, p.checkpoint},
+                     {"x ring slot stride", p.ring_x_slot_stride, p.activation},
+                     {"x ring head stride", p.ring_x_head_stride, p.activation},
+                     {"x ring place stride", p.ring_x_place_stride, p.activation},
+                     {"B ring slot stride", p.ring_b_slot_stride, p.activation},
+                     {"B ring group stride", p.ring_b_group_stride, p.activation},
+                     {"B ring place stride", p.ring_b_place_stride, p.activation}}));
+  if (p.token_count == 0) return {};
+  RSSM_RETURN_IF_ERROR(check_pointer("x", p.x));
+  RSSM_RETURN_IF_ERROR(check_pointer("B", p.b));
+  RSSM_RETURN_IF_ERROR(check_pointer("C", p.c));
+  RSSM_RETURN_IF_ERROR(check_pointer("dt", p.dt));
+  RSSM_RETURN_IF_ERROR(check_pointer("y", p.y));
+  return check_strides({{"x token stride", p.x_token_stride, p.activation},
+                        {"x head stride", p.x_head_stride, p.activation},
+                        {"B token stride", p.b_token_stride, p.activation},
+                        {"B group stride", p.b_group_stride, p.activation},
+                        {"C token stride", p.c_token_stride, p.activation},
+                        {"C group stride", p.c_group_stride, p.activation}});
 }
 
 Status mamba2_cuda_step(const Mamba2CudaParams& params, const Mamba2CudaConfig& config,

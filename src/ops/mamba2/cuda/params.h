@@ -8,41 +8,9 @@
 
 #include "replayssm/cursor.h"
 #include "replayssm/dtype.h"
-#include "replayssm/step.h"
+#include "state/cuda/step.h"
 
 namespace replayssm::cuda {
-
-/// A StepRow on the device.
-struct alignas(16) DeviceRow {
-  std::int64_t token_begin = 0;
-  std::int64_t token_count = 0;
-  std::int32_t slot = -1;  // negative: padding, outputs are zero and nothing else is touched
-  RowKind kind = RowKind::kTentative;
-};
-
-/// A row as the layers' kernels use it: checked, with its cursor resolved. Written once per step by
-/// cuda_plan_step, because every warp of every layer needs it and each load it would have to follow
-/// costs a trip to memory.
-struct alignas(16) PlannedRow {
-  enum Kind : std::int8_t { kPadding, kCommitted, kReplay, kFlush };
-  std::int64_t token_begin = 0;
-  std::int64_t token_count = 0;
-  std::int32_t slot = -1;
-  std::int16_t live = 0;         // records to replay or fold
-  std::int16_t first_place = 0;  // of the oldest
-  Kind kind = kPadding;
-  bool zero = false;  // the checkpoint is zero by definition and never loaded
-};
-static_assert(sizeof(PlannedRow) == 32);
-
-/// The first error found by kernels; what == 0: none. The row it names became padding.
-struct DeviceError {
-  enum What : std::int32_t { kNone = 0, kSlot, kTokenRange, kTokenCount, kAccepted, kCursor };
-  std::int32_t what = kNone;
-  std::int32_t row = 0;
-  std::int64_t found = 0;
-  std::int64_t allowed = 0;
-};
 
 struct Mamba2CudaParams {
   // Geometry and types.
@@ -91,29 +59,6 @@ struct Mamba2CudaParams {
   std::int64_t dt_token_stride = 0;
   std::int64_t z_token_stride = 0, z_head_stride = 0;
   std::int64_t y_token_stride = 0, y_head_stride = 0;
-};
-
-/// What cuda_plan_step makes a step's rows from.
-struct PlanParams {
-  const DeviceRow* rows = nullptr;  // (rows)
-  std::int64_t row_count = 0;
-  std::int64_t token_count = 0;     // tokens of the operands
-  const Cursor* cursors = nullptr;  // (slots)
-  std::int64_t slots = 0;
-  ReplayLimits limits;
-  DeviceError* error = nullptr;   // sticky, may be null
-  PlannedRow* planned = nullptr;  // (rows)
-};
-
-/// The commit of a step, for all layers at once.
-struct CommitParams {
-  const DeviceRow* rows = nullptr;         // (rows)
-  const std::int64_t* accepted = nullptr;  // (rows)
-  std::int64_t row_count = 0;
-  Cursor* cursors = nullptr;  // (slots)
-  std::int64_t slots = 0;
-  ReplayLimits limits;
-  DeviceError* error = nullptr;  // sticky, may be null
 };
 
 }  // namespace replayssm::cuda

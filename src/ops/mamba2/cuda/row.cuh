@@ -67,8 +67,8 @@ class Mamba2Row {
   // ---- Addresses ----
 
   __device__ __forceinline__ Position position(int tile) const {
-    const int head =
-        static_cast<int>(static_cast<unsigned>(tile) / static_cast<unsigned>(launch.tiles_per_head));
+    const int head = static_cast<int>(static_cast<unsigned>(tile) /
+                                      static_cast<unsigned>(launch.tiles_per_head));
     return {group_head + head, (tile - head * launch.tiles_per_head) * kTileRows};
   }
 

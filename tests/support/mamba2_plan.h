@@ -1,0 +1,78 @@
+// Random steps over several sequences that mix committed, tentative and padding rows, with random
+// accepted counts, forced flushes and restarts, and what the fp64 oracle says of them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "support/mamba2_harness.h"
+
+namespace replayssm::testing {
+
+struct PlannedStep {
+  std::vector<std::int32_t> forced;  // slots told to flush before the step
+  std::vector<std::int32_t> restarted;
+  std::vector<RowSpec> rows;
+  std::vector<OracleOutput> expected;  // by row; empty for padding
+};
+
+inline constexpr std::int32_t kPlanSlots = 5;
+
+/// How often a sequence's rows are committed ones: never for the first, so that its ring wraps.
+inline constexpr double kCommittedShare[kPlanSlots] = {0.0, 0.1, 0.3, 0.6, 1.0};
+
+inline std::vector<PlannedStep> plan_steps(const Mamba2Model& model, std::uint64_t seed) {
+  const Mamba2Case& c = model.test_case();
+  const auto [window, draft] = c.limits;
+  Rng rng(seed);
+  std::vector<SequenceOracle> oracles(kPlanSlots, SequenceOracle(model));
+  std::uint64_t next_token = seed << 32;
+
+  const std::int64_t work = c.layers * c.shape.state_elements() * (draft + 4);
+  const std::int64_t wanted = 8 + 6 * (window + draft) / (draft + 1);
+  const std::int64_t steps = std::min(wanted, std::max<std::int64_t>(10, 24'000'000 / work));
+  std::vector<PlannedStep> plan(static_cast<std::size_t>(steps));
+  for (PlannedStep& step : plan) {
+    std::vector<std::int32_t> order(kPlanSlots);
+    for (std::int32_t slot = 0; slot < kPlanSlots; ++slot)
+      order[static_cast<std::size_t>(slot)] = slot;
+    for (std::size_t i = kPlanSlots; i-- > 1;) {
+      std::swap(order[i], order[static_cast<std::size_t>(rng.below(static_cast<int>(i) + 1))]);
+    }
+    for (const std::int32_t slot : order) {
+      const auto s = static_cast<std::size_t>(slot);
+      if (rng.chance(0.15)) {
+        step.rows.push_back(padding(rng.between(1, draft),
+                                    rng.chance(0.5) ? RowKind::kTentative : RowKind::kCommitted));
+        step.expected.emplace_back();
+      }
+      if (rng.chance(slot == 0 ? 0.05 : 0.25)) continue;
+      if (slot > 1 && rng.chance(0.02)) {
+        step.restarted.push_back(slot);
+        oracles[s] = SequenceOracle(model);
+      }
+      if (rng.chance(0.1)) step.forced.push_back(slot);
+      RowSpec row;
+      row.slot = slot;
+      row.gap = rng.chance(0.2) ? rng.between(1, 2) : 0;
+      const bool is_committed = rng.chance(kCommittedShare[s]);
+      row.kind = is_committed ? RowKind::kCommitted : RowKind::kTentative;
+      // A prompt now and then, longer than every ring.
+      const std::int64_t longest = rng.chance(0.1) ? window + draft + 9 : 3;
+      row.tokens.resize(static_cast<std::size_t>(rng.between(1, is_committed ? longest : draft)));
+      for (TokenId& token : row.tokens) token = ++next_token;
+      if (!is_committed && rng.chance(0.5)) row.accepted = rng.between(0, row.count());
+      step.expected.push_back(oracles[s].run(row.tokens, static_cast<std::size_t>(row.accepts())));
+      step.rows.push_back(std::move(row));
+    }
+    if (step.rows.empty()) {
+      step.rows.push_back(padding(1));
+      step.expected.emplace_back();
+    }
+  }
+  return plan;
+}
+
+}  // namespace replayssm::testing
