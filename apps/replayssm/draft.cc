@@ -1,13 +1,32 @@
 #include "draft.h"
 
 #include <algorithm>
+#include <charconv>
 
 #include "io/quote.h"
 #include "runtime/draft/model_draft.h"
-#include "runtime/draft/ngram_draft.h"
 
 namespace replayssm::app {
 namespace {
+
+/// "ngram" or "ngram:MIN-MAX"; nothing for other sources.
+Result<std::optional<NgramOptions>> parse_ngram(const std::string& source) {
+  const std::string prefix = "ngram:";
+  NgramOptions options;
+  if (source == "ngram") return std::optional(options);
+  if (!source.starts_with(prefix)) return std::optional<NgramOptions>();
+  const char* const end = source.data() + source.size();
+  const auto first = std::from_chars(source.data() + prefix.size(), end, options.shortest);
+  if (first.ec == std::errc() && first.ptr != end && *first.ptr == '-') {
+    const auto second = std::from_chars(first.ptr + 1, end, options.longest);
+    if (second.ec == std::errc() && second.ptr == end) {
+      RSSM_RETURN_IF_ERROR(NgramDraft::create(options).status());
+      return std::optional(options);
+    }
+  }
+  return invalid_argument("--draft is ", quote(source),
+                          ", expected ngram:MIN-MAX such as ngram:2-5");
+}
 
 /// A token's bytes, or what stands for their absence.
 std::string token_text(const Tokenizer& tokenizer, std::int32_t id) {
@@ -47,6 +66,7 @@ Status check_draft(const std::string& source, int tokens, DecodeMode decode, int
   if (source == "tree") {
     return unsupported("--draft tree: draft trees are not supported, drafts are chains of tokens");
   }
+  RSSM_RETURN_IF_ERROR(parse_ngram(source).status());
   if (decode == DecodeMode::kPlain) {
     return invalid_argument("--decode plain has no state to go back to when a draft of --draft ",
                             source, " is rejected; expected replay, auto or snapshot");
@@ -59,8 +79,10 @@ Status check_draft(const std::string& source, int tokens, DecodeMode decode, int
 }
 
 Result<LoadedDraft> load_draft(const Session& session, const std::string& source) {
-  LoadedDraft draft{.source = source, .model = nullptr};
-  if (source == "none" || source == "ngram") return draft;
+  LoadedDraft draft{.source = source, .ngram = {}, .model = nullptr};
+  if (source == "none") return draft;
+  RSSM_ASSIGN_OR_RETURN(draft.ngram, parse_ngram(source));
+  if (draft.ngram) return draft;
   if (source == "mtp") {
     return unsupported("--draft mtp: ", session.folder, ": model_type ",
                        session.model->description().model_type,
@@ -82,8 +104,8 @@ Result<LoadedDraft> load_draft(const Session& session, const std::string& source
 Result<std::unique_ptr<DraftSource>> create_draft(const Session& session, const LoadedDraft& draft,
                                                   int tokens, std::int64_t context) {
   if (draft.source == "none") return std::unique_ptr<DraftSource>();
-  if (draft.model == nullptr) {
-    RSSM_ASSIGN_OR_RETURN(std::unique_ptr<DraftSource> source, NgramDraft::create({}));
+  if (draft.ngram) {
+    RSSM_ASSIGN_OR_RETURN(std::unique_ptr<DraftSource> source, NgramDraft::create(*draft.ngram));
     return source;
   }
   RSSM_ASSIGN_OR_RETURN(

@@ -1,11 +1,14 @@
-// Draft sources as the command line names them: none, ngram, mtp, or the folder of a model.
+// Draft sources as the command line names them: none, ngram or ngram:MIN-MAX, mtp, or the folder of
+// a model.
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "commands.h"
 #include "runtime/draft/draft_source.h"
+#include "runtime/draft/ngram_draft.h"
 #include "session.h"
 
 namespace replayssm::app {
@@ -17,6 +20,7 @@ Status check_draft(const std::string& source, int tokens, DecodeMode decode, int
 /// What a source needs that outlives a run.
 struct LoadedDraft {
   std::string source = "none";
+  std::optional<NgramOptions> ngram;
   std::shared_ptr<Model> model;  // of a folder
 };
 

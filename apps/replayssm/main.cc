@@ -69,9 +69,9 @@ void add_generate(CLI::App& app, GenerateCommand& command) {
       ->option_text("f32|bf16 [f32]");
   CLI::Option* draft =
       app.add_option("--draft", command.draft,
-                     "Source of drafts: ngram (what followed the text's ending before), the folder "
-                     "of a smaller model of the same vocabulary, or mtp (the model's own head, if "
-                     "it has one)")
+                     "Source of drafts: ngram (what followed the last 2 to 5 tokens before; "
+                     "ngram:MIN-MAX for other lengths), the folder of a smaller model of the same "
+                     "vocabulary, or mtp (the model's own head, if it has one)")
           ->option_text("none|ngram|mtp|DIR [none]");
   app.add_option("--draft-tokens", command.draft_tokens, "Most tokens drafted per step")
       ->check(CLI::Range(1, kMaxDraftTokens))

@@ -88,6 +88,8 @@ TEST(NgramTest, SequencesAndRefusals) {
   ASSERT_TRUE(is_ok(drafts.close(0)));
   EXPECT_TRUE(refused(drafts.close(0), StatusCode::kFailedPrecondition, {"0"}));
   ASSERT_TRUE(is_ok(drafts.open(0, two)));
+  EXPECT_EQ(drafts.name(), "ngram");
+  EXPECT_EQ((*NgramDraft::create({1, 3}))->name(), "ngram:1-3");
   for (const NgramOptions& bad : {NgramOptions{0, 3}, NgramOptions{4, 3}, NgramOptions{1, 17}}) {
     EXPECT_TRUE(refused(NgramDraft::create(bad), StatusCode::kInvalidArgument,
                         {std::to_string(bad.shortest), std::to_string(bad.longest)}));

@@ -1,6 +1,8 @@
 #include "runtime/draft/ngram_draft.h"
 
 #include <algorithm>
+#include <sstream>
+#include <utility>
 
 namespace replayssm {
 namespace {
@@ -55,6 +57,13 @@ std::vector<std::int32_t> NgramIndex::continuation(std::span<const std::int32_t>
                            : out[static_cast<std::size_t>(i - size)]);
   }
   return out;
+}
+
+NgramDraft::NgramDraft(const NgramOptions& options) : options_(options) {
+  std::ostringstream name;
+  name << "ngram";
+  if (options != NgramOptions{}) name << ':' << options.shortest << '-' << options.longest;
+  name_ = std::move(name).str();
 }
 
 Result<std::unique_ptr<NgramDraft>> NgramDraft::create(const NgramOptions& options) {

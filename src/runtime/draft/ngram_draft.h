@@ -15,6 +15,8 @@ namespace replayssm {
 struct NgramOptions {
   int shortest = 2;  // tokens of the ending that must have occurred before
   int longest = 5;   // tokens looked at; longer matches are preferred
+
+  friend bool operator==(const NgramOptions&, const NgramOptions&) = default;
 };
 
 /// The last place of every n-gram of a text, shortest <= n <= longest. Appending a token and a
@@ -51,10 +53,10 @@ class NgramDraft final : public DraftSource {
   Status draft(std::span<const DraftRequest> requests, std::span<Draft> drafts) override;
 
  private:
-  explicit NgramDraft(const NgramOptions& options) : options_(options) {}
+  explicit NgramDraft(const NgramOptions& options);
 
   NgramOptions options_;
-  std::string name_ = "ngram";
+  std::string name_;  // "ngram", or "ngram:1-3" for another range
   std::unordered_map<std::int32_t, NgramIndex> indexes_;  // by sequence
 };
 
