@@ -62,7 +62,7 @@ TEST_P(LongCompareTest, SameTokensWithDrafts) {
     const Json& draft = run["draft"];
     if (draft["source"] == "none") continue;
     EXPECT_GT(draft["accepted"], 0);
-    drafted.insert({run["decode"], draft["source"], draft["tokens"]});
+    drafted.insert(Json::array({run["decode"], draft["source"], draft["tokens"]}));
   }
   EXPECT_EQ(drafted.size(), 2u * 2u * 7u);
 }
