@@ -146,8 +146,8 @@ Result<std::unique_ptr<Engine>> Engine::create(std::shared_ptr<Model> model,
   RSSM_RETURN_IF_ERROR(model->bind(pool));
   RSSM_ASSIGN_OR_RETURN(KvCache cache, KvCache::create(kv_options(model->description(), resolved)));
   return std::unique_ptr<Engine>(
-      new Engine(std::move(model), std::make_shared<SnapshotBackend>(std::move(backend)), context,
-                 std::move(pool), std::move(cache), resolved, std::move(plan)));
+      new Engine(std::move(model), std::make_shared<SnapshotBackend>(std::move(backend), context),
+                 context, std::move(pool), std::move(cache), resolved, std::move(plan)));
 }
 
 Result<SequenceBytes> Engine::bytes() const {

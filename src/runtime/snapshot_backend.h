@@ -11,7 +11,8 @@ namespace replayssm {
 
 class SnapshotBackend final : public Backend {
  public:
-  explicit SnapshotBackend(std::shared_ptr<Backend> inner) : inner_(std::move(inner)) {}
+  SnapshotBackend(std::shared_ptr<Backend> inner, const CpuContext& context)
+      : inner_(std::move(inner)), context_(context) {}
 
   /// Ops with state also run for these rows, until the next call; null: for none.
   void attach(TokenSnapshots* snapshots) { snapshots_ = snapshots; }
@@ -64,10 +65,11 @@ class SnapshotBackend final : public Backend {
   Status with_snapshots(StatePool& pool, int layer, Step& step, TokenSnapshots::Part part,
                         FunctionRef<Status(Step& step)> op) {
     RSSM_RETURN_IF_ERROR(op(step));
-    return snapshots_ == nullptr ? Status() : snapshots_->run(pool, layer, part, op);
+    return snapshots_ == nullptr ? Status() : snapshots_->run(context_, pool, layer, part, op);
   }
 
   std::shared_ptr<Backend> inner_;
+  CpuContext context_;
   TokenSnapshots* snapshots_ = nullptr;
 };
 

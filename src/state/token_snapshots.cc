@@ -6,6 +6,20 @@
 #include "state/pool_impl.h"
 
 namespace replayssm {
+namespace {
+
+/// A state is large enough to be copied by all threads, as the ops that follow use all of them.
+void copy_in_parallel(const CpuContext& context, const std::byte* from, std::byte* to,
+                      std::size_t bytes) {
+  constexpr std::size_t kPiece = std::size_t{64} << 10;
+  const auto pieces = static_cast<std::int64_t>((bytes + kPiece - 1) / kPiece);
+  context.parallel_for(pieces, [&](std::int64_t piece, int) {
+    const std::size_t begin = static_cast<std::size_t>(piece) * kPiece;
+    std::memcpy(to + begin, from + begin, std::min(kPiece, bytes - begin));
+  });
+}
+
+}  // namespace
 
 Result<TokenSnapshots> TokenSnapshots::begin(StatePool& pool, std::span<const Row> rows) {
   TokenSnapshots out;
@@ -44,32 +58,34 @@ Result<TokenSnapshots> TokenSnapshots::begin(StatePool& pool, std::span<const Ro
   return out;
 }
 
-Status TokenSnapshots::run(StatePool& pool, int layer, Part part,
-                           FunctionRef<Status(Step& step)> op) {
-  StatePool::Impl& impl = pool.impl();
-  RSSM_RETURN_IF_ERROR(impl.check_layer(layer));
-  const FieldKind kind = part == Part::kConvolution ? FieldKind::kConv : FieldKind::kCheckpoint;
-  for (std::size_t i = 0; i < steps_.size(); ++i) {
-    for (std::size_t r = 0; r < rows_.size(); ++r) {
-      const Row& row = rows_[r];
-      if (i >= row.slots.size()) continue;
-      const std::int32_t from = i == 0 ? row.from : row.slots[i - 1];
-      const std::int64_t position = positions_[r] + static_cast<std::int64_t>(i);
-      for (const Field& f : impl.layout(layer).fields) {
-        // The state before the first token is zero by definition and never loaded.
-        if (f.kind != kind || position == 0) continue;
-        const std::int64_t first =
-            kind == FieldKind::kConv
-                ? impl.conv_first(layer, {.checkpoint_position = position, .position = position})
-                : position - 1;
-        impl.copy_entries(layer, f, from, row.slots[i], first, position);
-        if (kind == FieldKind::kCheckpoint) {
-          impl.traffic.checkpoint_read += static_cast<std::int64_t>(f.bytes());
-          impl.traffic.checkpoint_written += static_cast<std::int64_t>(f.bytes());
-        }
+void TokenSnapshots::hand_over(const CpuContext& context, StatePool::Impl& pool, int layer,
+                               Part part, std::size_t token) {
+  for (std::size_t r = 0; r < rows_.size(); ++r) {
+    const Row& row = rows_[r];
+    const std::int64_t position = positions_[r] + static_cast<std::int64_t>(token);
+    // The state before the first token is zero by definition and never loaded.
+    if (token >= row.slots.size() || position == 0) continue;
+    const std::int32_t from = token == 0 ? row.from : row.slots[token - 1];
+    const std::int32_t to = row.slots[token];
+    for (const Field& f : pool.layout(layer).fields) {
+      if (part == Part::kConvolution && f.kind == FieldKind::kConv) {
+        const Cursor cursor{.checkpoint_position = position, .position = position};
+        pool.copy_entries(layer, f, from, to, pool.conv_first(layer, cursor), position);
+      } else if (part == Part::kRecurrence && f.kind == FieldKind::kCheckpoint) {
+        copy_in_parallel(context, pool.field(layer, from, f), pool.field(layer, to, f), f.bytes());
+        pool.traffic.checkpoint_read += static_cast<std::int64_t>(f.bytes());
+        pool.traffic.checkpoint_written += static_cast<std::int64_t>(f.bytes());
       }
     }
-    RSSM_RETURN_IF_ERROR(op(steps_[i]));
+  }
+}
+
+Status TokenSnapshots::run(const CpuContext& context, StatePool& pool, int layer, Part part,
+                           FunctionRef<Status(Step& step)> op) {
+  RSSM_RETURN_IF_ERROR(pool.impl().check_layer(layer));
+  for (std::size_t token = 0; token < steps_.size(); ++token) {
+    hand_over(context, pool.impl(), layer, part, token);
+    RSSM_RETURN_IF_ERROR(op(steps_[token]));
   }
   return {};
 }

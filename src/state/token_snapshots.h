@@ -29,13 +29,18 @@ class TokenSnapshots {
 
   /// Runs `op` on the steps of the first tokens, the second ones and so on, each after copying what
   /// the part reads of the layer from the token before.
-  Status run(StatePool& pool, int layer, Part part, FunctionRef<Status(Step& step)> op);
+  Status run(const CpuContext& context, StatePool& pool, int layer, Part part,
+             FunctionRef<Status(Step& step)> op);
 
   /// Every slot now holds the state after its token.
   Status commit(StatePool& pool);
   Status abort(StatePool& pool);
 
  private:
+  /// Gives the steps of a token the state after the token before.
+  void hand_over(const CpuContext& context, StatePool::Impl& pool, int layer, Part part,
+                 std::size_t token);
+
   std::vector<Row> rows_;
   std::vector<std::int64_t> positions_;  // of each row's `from`
   std::vector<Step> steps_;              // by index of the token in its row
