@@ -416,6 +416,12 @@ Status Engine::load(std::int32_t sequence, std::span<const std::byte> image) {
                      bytes);
   }
   RSSM_RETURN_IF_ERROR(pool_.load(context_, slot(sequence), state));
+  RSSM_ASSIGN_OR_RETURN(const std::int64_t loaded, position(sequence));
+  if (loaded != at) {
+    RSSM_RETURN_IF_ERROR(pool_.reset(slot(sequence)));
+    return data_loss("saved sequence has a state after ", loaded, " tokens, keys and values of ",
+                     at);
+  }
   if (snapshots()) {
     // Snapshots start from a state without live records: fold what the image had.
     Lanes& lanes = lanes_[static_cast<std::size_t>(sequence)];

@@ -114,7 +114,8 @@ class Engine {
   Result<std::vector<std::byte>> save(std::int32_t sequence) const;
   /// Replaces an open sequence by a saved one, of an engine with whatever way of decoding, window
   /// and context. Refuses other models and types, and positions beyond the context, by both values;
-  /// nothing is written then.
+  /// nothing is written then. State and keys of different positions are refused too; the sequence
+  /// is then at its beginning.
   Status load(std::int32_t sequence, std::span<const std::byte> image);
 
   /// Runs one step and commits it. Verify rows need run() and commit() apart; here all tokens are

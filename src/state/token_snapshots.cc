@@ -25,6 +25,7 @@ Result<TokenSnapshots> TokenSnapshots::begin(StatePool& pool, std::span<const Ro
   TokenSnapshots out;
   std::size_t longest = 0;
   for (const Row& row : rows) {
+    RSSM_RETURN_IF_ERROR(pool.impl().check_ready(row.from));
     RSSM_ASSIGN_OR_RETURN(const Cursor cursor, pool.cursor(row.from));
     if (cursor.live() != 0) {
       return failed_precondition("slot ", row.from, " has ", cursor.live(),

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 
 #include "runtime/draft/ngram_draft.h"
@@ -227,6 +228,31 @@ TEST(SavedSessionTest, OfAnotherKind) {
       refused(SavedSession::parse(newer, "F"), StatusCode::kUnsupported, {"version 2", "1"}));
   std::vector<std::byte> foreign(100, std::byte{'x'});
   EXPECT_TRUE(refused(SavedSession::parse(foreign, "F"), StatusCode::kDataLoss, {"RSSMSESS"}));
+}
+
+/// A state and keys of different lengths are no sequence, however well each is formed (C62).
+TEST(SavedSessionTest, StateAndKeysOfOnePosition) {
+  const auto e = loaded().engine({.decode = DecodeMode::kReplay, .sequences = 2, .context = 40});
+  const std::int32_t s = open_sequence(*e);
+  const std::int32_t t = open_sequence(*e);
+  prompt_step(*e, s, kPrompt);
+  const auto shorter = e->save(s);
+  decode_step(*e, s, 5);
+  const auto longer = e->save(s);
+  ASSERT_TRUE(is_ok(shorter));
+  ASSERT_TRUE(is_ok(longer));
+  // The state of one (its size in front) with the rest of the other.
+  const auto state_end = [](const std::vector<std::byte>& image) {
+    std::uint64_t size = 0;
+    std::memcpy(&size, image.data(), sizeof size);
+    return static_cast<std::ptrdiff_t>(sizeof size + size);
+  };
+  std::vector<std::byte> mixed(longer->begin(), longer->begin() + state_end(*longer));
+  mixed.insert(mixed.end(), shorter->begin() + state_end(*shorter), shorter->end());
+  EXPECT_TRUE(refused(e->load(t, mixed), StatusCode::kDataLoss, {"9 tokens", "8"}));
+  EXPECT_EQ(*e->position(t), 0);
+  ASSERT_TRUE(is_ok(e->load(t, *longer)));
+  EXPECT_TRUE(same_bits(decode_step(*e, t, 6), decode_step(*e, s, 6)));
 }
 
 /// A position that does not fit to the text is refused, not read past (C62).

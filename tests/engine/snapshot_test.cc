@@ -171,6 +171,14 @@ TEST_P(SnapshotTest, Refusals) {
     EXPECT_FALSE(e->close(bad).ok());
     EXPECT_FALSE(e->position(bad).ok());
   }
+  // A sequence has one row in a step, whatever the rows are for.
+  for (const Phase phase : {Phase::kVerify, Phase::kDecode}) {
+    EXPECT_FALSE(
+        e->run(std::array{Work{.sequence = s, .phase = phase, .tokens = std::span(two).first(1)},
+                          Work{.sequence = s, .phase = Phase::kVerify, .tokens = two}})
+            .ok());
+    EXPECT_EQ(*e->position(s), 0);
+  }
   run_step(*e, {{.sequence = s, .phase = Phase::kVerify, .tokens = two}});
   for (const std::int64_t bad : {-1, 3}) {
     EXPECT_TRUE(refused(e->commit(std::span(&bad, 1)), StatusCode::kInvalidArgument,
