@@ -164,6 +164,48 @@ TEST(ModelDraftTest, FollowsWhatWasAccepted) {
   }
 }
 
+/// Taking accepted tokens back moves state, convolution and keys together, as far as the ring goes;
+/// beyond it the engine says from where the text must be read again (C33, C35, C62).
+TEST(TruncateTest, StateAndKeysGoBackTogether) {
+  const EngineOptions options{.decode = DecodeMode::kReplay,
+                              .window = 8,
+                              .context = 64,
+                              .rewindable = true,
+                              .poison = true};
+  const Tokens text = {4, 8, 15, 16, 23, 42, 7, 9, 11, 13};
+  for (std::int64_t keep = 4; keep <= 10; ++keep) {
+    const auto e = loaded().engine(options);
+    const auto straight = loaded().engine(options);
+    const std::int32_t s = open_sequence(*e);
+    const std::int32_t r = open_sequence(*straight);
+    prompt_step(*e, s, std::span(text).first(4));
+    prompt_step(*straight, r, std::span(text).first(4));
+    for (std::size_t i = 4; i < 10; ++i) {
+      decode_step(*e, s, text[i]);
+      if (static_cast<std::int64_t>(i) < keep) decode_step(*straight, r, text[i]);
+    }
+    ASSERT_TRUE(is_ok(e->truncate(s, keep)));
+    EXPECT_EQ(*e->position(s), keep);
+    for (const std::int32_t token : {1, 2, 3, 1, 2, 3}) {
+      ASSERT_TRUE(same_bits(decode_step(*e, s, token), decode_step(*straight, r, token)))
+          << "kept " << keep;
+    }
+  }
+  const auto e = loaded().engine(options);
+  const std::int32_t s = open_sequence(*e);
+  prompt_step(*e, s, text);
+  EXPECT_TRUE(refused(e->truncate(s, 9), StatusCode::kInvalidArgument, {"9", "re-evaluation"}));
+  EXPECT_TRUE(refused(e->truncate(s, 11), StatusCode::kInvalidArgument, {"11"}));
+  EngineOptions fixed = options;
+  fixed.rewindable = false;
+  const auto f = loaded().engine(fixed);
+  const std::int32_t t = open_sequence(*f);
+  prompt_step(*f, t, std::span(text).first(4));
+  decode_step(*f, t, 5);
+  EXPECT_TRUE(refused(f->truncate(t, 4), StatusCode::kUnsupported, {"4", "rewindable"}));
+  EXPECT_EQ(*f->position(t), 5);
+}
+
 TEST(ModelDraftTest, Refusals) {
   for (const int tokens : {0, 16}) {
     EXPECT_TRUE(refused(ModelDraft::create(loaded().model, loaded().backend, loaded().context,

@@ -49,7 +49,7 @@ Status ModelDraft::open(std::int32_t sequence, std::span<const std::int32_t> tok
   Stream& stream = streams_[sequence];
   stream.sequence = own;
   if (tokens.empty()) return {};
-  const Status status = catch_up(stream, tokens);
+  Status status = catch_up(stream, tokens);
   if (!status.ok()) RSSM_RETURN_IF_ERROR(close(sequence));
   return status;
 }
