@@ -4,7 +4,7 @@
 help:
 	@echo "make setup   install what the build needs (Debian packages; as root)"
 	@echo "make build   release build into build/"
-	@echo "make demo    generate text in place and by replay with the bundled model, and compare"
+	@echo "make demo    generate text in place, by replay and with drafts, and compare"
 	@echo "make test    build and run all tests"
 	@echo "make bench   the Mamba-2 step against this machine's memory bandwidth"
 	@echo "make format  format the sources; make lint: check format and run clang-tidy"
@@ -18,7 +18,7 @@ build: setup
 
 demo: build
 	build/bin/replayssm compare models/nemotron-h-tiny \
-	  --prompt "And it came to pass in those days, that" --max-tokens 256
+	  --prompt "And it came to pass in those days, that" --max-tokens 256 --draft ngram
 
 test: build
 	ctest --preset release

@@ -18,7 +18,7 @@ struct CommonOptions {
   bool json = false;
 };
 
-/// One of the two.
+/// One of the two; neither where a session goes on as it is.
 struct PromptOptions {
   std::optional<std::string> text;
   std::optional<std::string> file;
@@ -31,9 +31,13 @@ struct GenerateCommand {
   DecodeMode decode = DecodeMode::kAuto;
   int window = 16;
   DType state = DType::kF32;
+  std::string draft = "none";
+  int draft_tokens = 4;
   SamplingOptions sampling;
+  bool seed_given = false;
   std::vector<std::string> stop;
   bool ignore_eos = false;
+  std::optional<std::string> load_session, save_session;
 };
 
 struct CompareCommand {
@@ -41,6 +45,8 @@ struct CompareCommand {
   PromptOptions prompt;
   std::int64_t max_tokens = 128;
   std::vector<int> windows{1, 4, 16, 32};
+  std::vector<std::string> drafts;
+  std::vector<int> draft_tokens{4};
 };
 
 struct InspectCommand {
@@ -59,6 +65,7 @@ struct PerplexityCommand {
 
 /// What a parser of options cannot see: a failure is one of the command line.
 Status check(const GenerateCommand& command);
+Status check(const CompareCommand& command);
 Status check(const InspectCommand& command);
 
 Status run(const GenerateCommand& command);

@@ -12,6 +12,7 @@
 
 #include "commands.h"
 #include "replayssm/cursor.h"
+#include "runtime/draft/draft_source.h"
 
 namespace {
 
@@ -19,8 +20,10 @@ using namespace replayssm;       // NOLINT(google-build-using-namespace): a prog
 using namespace replayssm::app;  // NOLINT(google-build-using-namespace)
 
 using Names = std::vector<std::string>;
-const std::map<std::string, DecodeMode> kDecodeModes{
-    {"plain", DecodeMode::kPlain}, {"replay", DecodeMode::kReplay}, {"auto", DecodeMode::kAuto}};
+const std::map<std::string, DecodeMode> kDecodeModes{{"plain", DecodeMode::kPlain},
+                                                     {"replay", DecodeMode::kReplay},
+                                                     {"snapshot", DecodeMode::kSnapshot},
+                                                     {"auto", DecodeMode::kAuto}};
 const std::map<std::string, DType> kStateTypes{{"f32", DType::kF32}, {"bf16", DType::kBF16}};
 
 const CLI::Range kWindow(1, ReplayLimits::kMaxWindow);
@@ -36,25 +39,26 @@ void add_threads(CLI::App& app, CommonOptions& common) {
       ->check(CLI::Range(1, 1024));
 }
 
-void add_prompt(CLI::App& app, PromptOptions& prompt, std::int64_t& max_tokens) {
+CLI::Option_group* add_prompt(CLI::App& app, PromptOptions& prompt, std::int64_t& max_tokens) {
   CLI::Option_group* group = app.add_option_group("Prompt");
   group->add_option("--prompt", prompt.text, "Prompt text");
   group->add_option("--prompt-file", prompt.file, "File with the prompt text");
-  group->require_option(1);
   app.add_option("--max-tokens", max_tokens, "Most tokens to generate")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 32))
       ->capture_default_str();
+  return group;
 }
 
 void add_generate(CLI::App& app, GenerateCommand& command) {
   add_common(app, command.common);
-  add_prompt(app, command.prompt, command.max_tokens);
+  add_prompt(app, command.prompt, command.max_tokens)->require_option(0, 1);
   app.add_option_function<std::string>(
          "--decode", [&](const std::string& name) { command.decode = kDecodeModes.at(name); },
          "plain: rewrite the state for every token; replay: read a checkpoint and a ring of recent "
-         "inputs, rewrite once per window; auto: whichever should be faster")
-      ->check(CLI::IsMember(Names{"plain", "replay", "auto"}))
-      ->option_text("plain|replay|auto [auto]");
+         "inputs, rewrite once per window; snapshot: as plain, drafts verified with a copy of the "
+         "state per token (for comparison); auto: whichever should be faster, replay with drafts")
+      ->check(CLI::IsMember(Names{"plain", "replay", "snapshot", "auto"}))
+      ->option_text("plain|replay|snapshot|auto [auto]");
   app.add_option("--window", command.window, "Records replayed before the state is rewritten")
       ->check(kWindow)
       ->capture_default_str();
@@ -63,6 +67,16 @@ void add_generate(CLI::App& app, GenerateCommand& command) {
          "Type of the stored state")
       ->check(CLI::IsMember(Names{"f32", "bf16"}))
       ->option_text("f32|bf16 [f32]");
+  CLI::Option* draft =
+      app.add_option("--draft", command.draft,
+                     "Source of drafts: ngram (what followed the last 2 to 5 tokens before; "
+                     "ngram:MIN-MAX for other lengths), the folder of a smaller model of the same "
+                     "vocabulary, or mtp (the model's own head, if it has one)")
+          ->option_text("none|ngram|mtp|DIR [none]");
+  app.add_option("--draft-tokens", command.draft_tokens, "Most tokens drafted per step")
+      ->check(CLI::Range(1, kMaxDraftTokens))
+      ->needs(draft)
+      ->capture_default_str();
   app.add_option("--temperature", command.sampling.temperature, "0: greedy")->capture_default_str();
   app.add_option("--top-k", command.sampling.top_k, "Sample among the k likeliest; 0: all")
       ->capture_default_str();
@@ -71,29 +85,34 @@ void add_generate(CLI::App& app, GenerateCommand& command) {
   app.add_option("--min-p", command.sampling.min_p,
                  "Sample among tokens at least this likely relative to the likeliest")
       ->capture_default_str();
-  app.add_option("--seed", command.sampling.seed, "Seed of the sampling")
+  app.add_option("--seed", command.sampling.seed,
+                 "Seed of the sampling (default: 0, or to go on with the session's)")
       ->check(CLI::NonNegativeNumber.description(""))
-      ->capture_default_str();
+      ->each([&](const std::string&) { command.seed_given = true; });
   app.add_option("--stop", command.stop, "Stop before this text (may be repeated)")
       ->allow_extra_args(false);
   app.add_flag("--ignore-eos", command.ignore_eos, "Do not stop at the model's end-of-text tokens");
+  app.add_option("--load-session", command.load_session,
+                 "Go on with a saved conversation; a prompt is then optional");
+  app.add_option("--save-session", command.save_session,
+                 "Save the conversation and its state afterwards");
   add_threads(app, command.common);
 }
 
-/// "1,4,16". By hand, because CLI11's lists pass over empty entries.
-std::vector<int> windows(const std::string& list) {
+/// "1,4,16", each 1 to `largest`. By hand, because CLI11's lists pass over empty entries.
+std::vector<int> number_list(const std::string& option, const std::string& list, int largest) {
   std::vector<int> out;
   for (std::size_t begin = 0; begin <= list.size();) {
     const std::size_t end = std::min(list.find(',', begin), list.size());
     const std::string entry = list.substr(begin, end - begin);
-    int window = 0;
-    const auto [rest, error] = std::from_chars(entry.data(), entry.data() + entry.size(), window);
-    if (error != std::errc() || rest != entry.data() + entry.size() || window < 1 ||
-        window > ReplayLimits::kMaxWindow) {
-      throw CLI::ValidationError("--windows", "'" + entry + "' is no window, expected 1 to " +
-                                                  std::to_string(ReplayLimits::kMaxWindow));
+    int number = 0;
+    const auto [rest, error] = std::from_chars(entry.data(), entry.data() + entry.size(), number);
+    if (error != std::errc() || rest != entry.data() + entry.size() || number < 1 ||
+        number > largest) {
+      throw CLI::ValidationError(
+          option, "'" + entry + "' is out of range, expected 1 to " + std::to_string(largest));
     }
-    out.push_back(window);
+    out.push_back(number);
     begin = end + 1;
   }
   return out;
@@ -101,11 +120,28 @@ std::vector<int> windows(const std::string& list) {
 
 void add_compare(CLI::App& app, CompareCommand& command) {
   add_common(app, command.common);
-  add_prompt(app, command.prompt, command.max_tokens);
+  add_prompt(app, command.prompt, command.max_tokens)->require_option(1);
   app.add_option_function<std::string>(
-         "--windows", [&](const std::string& list) { command.windows = windows(list); },
+         "--windows",
+         [&](const std::string& list) {
+           command.windows = number_list("--windows", list, ReplayLimits::kMaxWindow);
+         },
          "Replay windows to try")
       ->option_text("LIST [1,4,16,32]");
+  CLI::Option* draft =
+      app.add_option("--draft", command.drafts,
+                     "Source of drafts to compare, verified by replay and by snapshots: ngram, the "
+                     "folder of a smaller model, or mtp (may be repeated)")
+          ->allow_extra_args(false)
+          ->option_text("ngram|mtp|DIR");
+  app.add_option_function<std::string>(
+         "--draft-tokens",
+         [&](const std::string& list) {
+           command.draft_tokens = number_list("--draft-tokens", list, kMaxDraftTokens);
+         },
+         "Most tokens drafted per step, to try")
+      ->needs(draft)
+      ->option_text("LIST [4]");
   add_threads(app, command.common);
 }
 
@@ -187,7 +223,8 @@ int main(int argc, char** argv) {
   };
   add("generate", "Generate text", add_generate, generate);
   add("compare",
-      "Decode the same text in place and by replay and compare tokens, speed and traffic",
+      "Decode the same text in place, by replay and with drafts, and compare tokens, speed, "
+      "acceptance and traffic",
       add_compare, compare);
   add("inspect", "Show a model's sizes per sequence, from its config.json alone", add_inspect,
       inspect);

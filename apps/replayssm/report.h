@@ -18,7 +18,13 @@ void print_json(const Json& json);
 /// "12.3 MiB".
 std::string bytes_text(double bytes);
 
-/// "replay 16", "plain", "auto (plain)".
+/// "replay" or "plain" or "snapshot": what ran.
+const char* decode_name(const Run& run);
+
+/// Of the drafted tokens, the part that was accepted.
+double acceptance(const Run& run);
+
+/// "replay 16", "plain", "auto (plain)", "replay 16 + ngram 4".
 std::string decode_text(const Run& run);
 
 }  // namespace replayssm::app

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "backend/cpu/cpu_backend.h"
+#include "draft.h"
 #include "io/file.h"
 #include "progress.h"
 
@@ -23,6 +24,7 @@ int default_threads() { return std::max(1, static_cast<int>(std::thread::hardwar
 
 Result<std::unique_ptr<Session>> load_session(const CommonOptions& options) {
   auto session = std::make_unique<Session>();
+  session->folder = options.folder;
   const double start = now();
   RSSM_ASSIGN_OR_RETURN(const CpuIsa isa, select_isa());
   session->threads =
@@ -49,18 +51,18 @@ Result<std::unique_ptr<Session>> load_session(const CommonOptions& options) {
   return session;
 }
 
-Result<std::vector<std::int32_t>> encode_prompt(const Session& session,
-                                                const PromptOptions& prompt) {
+Result<std::vector<std::int32_t>> encode_prompt(const Session& session, const PromptOptions& prompt,
+                                                bool continues) {
   std::string text = prompt.text.value_or("");
   if (prompt.file) {
     RSSM_ASSIGN_OR_RETURN(text, read_file(*prompt.file, kMaxPromptBytes));
   }
-  Result<std::vector<std::int32_t>> ids = session.tokenizer->encode(text, true);
+  Result<std::vector<std::int32_t>> ids = session.tokenizer->encode(text, !continues);
   if (!ids.ok()) {
     return make_status(ids.status().code(), prompt.file.value_or("--prompt"), ": ",
                        ids.status().message());
   }
-  if (ids->empty()) {
+  if (ids->empty() && !continues) {
     const std::optional<std::int32_t> bos = session.model->description().bos;
     if (!bos) return invalid_argument("the prompt is empty and the model names no bos_token_id");
     ids->push_back(*bos);
@@ -69,30 +71,59 @@ Result<std::vector<std::int32_t>> encode_prompt(const Session& session,
 }
 
 Result<Run> run_generation(const Session& session, std::span<const std::int32_t> prompt,
-                           DecodeMode decode, int window, DType state,
-                           const GenerateOptions& options, const TokenSink& sink) {
+                           const RunSettings& settings, const GenerateOptions& options,
+                           const TokenSink& sink, const RunSessions& sessions) {
   EngineOptions engine_options;
-  engine_options.decode = decode;
-  engine_options.window = window;
-  engine_options.state = state;
-  engine_options.context = static_cast<std::int64_t>(prompt.size()) + options.max_tokens;
+  engine_options.decode = settings.decode;
+  engine_options.window = settings.window;
+  engine_options.state = settings.state;
+  engine_options.draft_capacity = settings.draft != nullptr ? settings.draft_tokens + 1 : 1;
+  const std::size_t restored = sessions.load != nullptr ? sessions.load->tokens().size() : 0;
+  engine_options.context = static_cast<std::int64_t>(restored + prompt.size()) + options.max_tokens;
   RSSM_ASSIGN_OR_RETURN(
       const std::unique_ptr<Engine> engine,
       Engine::create(session.model, session.backend, session.context, engine_options));
+  GenerateOptions generate_options = options;
+  std::unique_ptr<DraftSource> source;
   Run run;
-  run.decode = decode;
+  if (settings.draft != nullptr) {
+    RSSM_ASSIGN_OR_RETURN(source, create_draft(session, *settings.draft, settings.draft_tokens,
+                                               engine_options.context));
+    generate_options.drafts = source.get();
+    generate_options.draft_tokens = settings.draft_tokens;
+    run.draft = source->name();
+    run.draft_tokens = settings.draft_tokens;
+  }
+  run.decode = settings.decode;
   run.plan = engine->plan();
-  run.state = state;
-  RSSM_ASSIGN_OR_RETURN(run.generation, generate(*engine, prompt, options, sink));
+  run.state = settings.state;
+  RSSM_ASSIGN_OR_RETURN(run.bytes, engine->bytes());
+  Conversation conversation{.seed = options.sampling.seed};
+  if (sessions.load != nullptr) {
+    RSSM_ASSIGN_OR_RETURN(conversation, sessions.load->restore(*engine));
+    if (sessions.new_seed) {
+      conversation.seed = options.sampling.seed;
+      conversation.drawn = 0;
+    }
+    run.restored_tokens = static_cast<std::int64_t>(restored);
+  } else {
+    RSSM_ASSIGN_OR_RETURN(conversation.sequence, engine->open());
+  }
+  RSSM_ASSIGN_OR_RETURN(
+      run.generation, continue_conversation(*engine, conversation, prompt, generate_options, sink));
+  if (sessions.save) {
+    RSSM_ASSIGN_OR_RETURN(const std::vector<std::byte> bytes, save_session(*engine, conversation));
+    RSSM_RETURN_IF_ERROR(write_file_atomically(*sessions.save, bytes));
+  }
   return run;
 }
 
 TrafficPerToken traffic_per_token(const Generation& generation) {
   const StateTraffic& t = generation.traffic;
-  const double steps = static_cast<double>(std::max<std::int64_t>(1, generation.decode_steps));
-  return {.read = static_cast<double>(t.checkpoint_read + t.ring_read) / steps,
-          .written = static_cast<double>(t.checkpoint_written + t.ring_written) / steps,
-          .checkpoint_written = static_cast<double>(t.checkpoint_written) / steps};
+  const double drawn = static_cast<double>(std::max<std::int64_t>(1, generation.decode.drawn));
+  return {.read = static_cast<double>(t.checkpoint_read + t.ring_read) / drawn,
+          .written = static_cast<double>(t.checkpoint_written + t.ring_written) / drawn,
+          .checkpoint_written = static_cast<double>(t.checkpoint_written) / drawn};
 }
 
 double tokens_per_second(const Generation& generation) {

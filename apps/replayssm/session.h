@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,12 +12,14 @@
 #include "model/model.h"
 #include "replayssm/cpu.h"
 #include "runtime/generate.h"
+#include "runtime/saved_session.h"
 #include "text/tokenizer.h"
 
 namespace replayssm::app {
 
 /// A loaded model. Not movable: the backend refers to the threads.
 struct Session {
+  std::string folder;
   std::unique_ptr<ThreadPool> threads;
   CpuContext context;
   std::shared_ptr<Backend> backend;
@@ -29,23 +32,45 @@ struct Session {
 Result<std::unique_ptr<Session>> load_session(const CommonOptions& options);
 
 /// Token ids of the prompt, with what the tokenizer puts in front of a text; for an empty prompt
-/// the model's begin-of-text token.
-Result<std::vector<std::int32_t>> encode_prompt(const Session& session,
-                                                const PromptOptions& prompt);
+/// the model's begin-of-text token. What continues a text has nothing in front and may be empty.
+Result<std::vector<std::int32_t>> encode_prompt(const Session& session, const PromptOptions& prompt,
+                                                bool continues = false);
+
+struct LoadedDraft;
+
+/// How a generation is to run.
+struct RunSettings {
+  DecodeMode decode = DecodeMode::kPlain;
+  int window = 16;
+  DType state = DType::kF32;
+  const LoadedDraft* draft = nullptr;  // null: none
+  int draft_tokens = 0;
+};
 
 /// One generation on an engine of its own, and its settings, for reports.
 struct Run {
   DecodeMode decode = DecodeMode::kPlain;  // as asked for
   DecodePlan plan;                         // as run
   DType state = DType::kF32;
+  std::string draft = "none";
+  int draft_tokens = 0;
+  SequenceBytes bytes;
+  std::int64_t restored_tokens = 0;  // of the session that went on
   Generation generation;
 };
 
-Result<Run> run_generation(const Session& session, std::span<const std::int32_t> prompt,
-                           DecodeMode decode, int window, DType state,
-                           const GenerateOptions& options, const TokenSink& sink);
+/// Sessions around a run: one to go on with, and where to save what it became.
+struct RunSessions {
+  const SavedSession* load = nullptr;
+  bool new_seed = false;  // draw by options.sampling.seed, not by the session's
+  std::optional<std::string> save;
+};
 
-/// State bytes moved per decoded token.
+Result<Run> run_generation(const Session& session, std::span<const std::int32_t> prompt,
+                           const RunSettings& settings, const GenerateOptions& options,
+                           const TokenSink& sink, const RunSessions& sessions = {});
+
+/// State bytes moved per token that a decode step drew.
 struct TrafficPerToken {
   double read = 0;
   double written = 0;

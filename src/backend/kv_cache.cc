@@ -83,4 +83,14 @@ std::byte* KvCache::value(int layer, std::int64_t slot, std::int64_t head, std::
   return values_.get() + offset(layer, slot, head, position);
 }
 
+const std::byte* KvCache::key(int layer, std::int64_t slot, std::int64_t head,
+                              std::int64_t position) const {
+  return keys_.get() + offset(layer, slot, head, position);
+}
+
+const std::byte* KvCache::value(int layer, std::int64_t slot, std::int64_t head,
+                                std::int64_t position) const {
+  return values_.get() + offset(layer, slot, head, position);
+}
+
 }  // namespace replayssm

@@ -36,6 +36,10 @@ class KvCache {
   /// positions are adjacent.
   std::byte* key(int layer, std::int64_t slot, std::int64_t head, std::int64_t position);
   std::byte* value(int layer, std::int64_t slot, std::int64_t head, std::int64_t position);
+  const std::byte* key(int layer, std::int64_t slot, std::int64_t head,
+                       std::int64_t position) const;
+  const std::byte* value(int layer, std::int64_t slot, std::int64_t head,
+                         std::int64_t position) const;
 
  private:
   struct Unmap {

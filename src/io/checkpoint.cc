@@ -9,6 +9,7 @@
 #include <system_error>
 #include <utility>
 
+#include "core/byte_io.h"
 #include "io/file.h"
 #include "io/quote.h"
 
@@ -164,6 +165,22 @@ std::vector<std::string_view> Checkpoint::names() const {
   names.reserve(tensors_.size());
   for (const TensorInfo& tensor : tensors_) names.push_back(tensor.name);
   return names;
+}
+
+std::uint64_t Checkpoint::fingerprint() const {
+  constexpr std::size_t kSample = 1024;
+  std::uint64_t hash = fnv1a({});
+  for (const TensorInfo& tensor : tensors_) {
+    ByteWriter head;
+    head.text(tensor.name);
+    head.text(tensor.dtype_name);
+    for (const std::int64_t extent : tensor.shape) head.value(extent);
+    hash = fnv1a(std::move(head).take(), hash);
+    const std::size_t sample = std::min(kSample, tensor.data.size());
+    hash = fnv1a(tensor.data.first(sample), hash);
+    hash = fnv1a(tensor.data.last(sample), hash);
+  }
+  return hash;
 }
 
 }  // namespace replayssm

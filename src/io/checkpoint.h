@@ -41,6 +41,10 @@ class Checkpoint {
   /// Bytes of all tensors.
   std::uint64_t total_bytes() const { return total_bytes_; }
 
+  /// Tells one model's weights from another's without reading them all: a hash of every tensor's
+  /// name, type, shape, and first and last kilobyte. Does not depend on the folder or the shards.
+  std::uint64_t fingerprint() const;
+
  private:
   Checkpoint() = default;
   Status open_single(const std::string& path);

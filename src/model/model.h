@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backend/backend.h"
@@ -53,6 +54,10 @@ class Model {
 
   virtual const ModelDescription& description() const = 0;
 
+  /// Says whose states a saved one is: the model type and a fingerprint of the weights.
+  const std::string& id() const { return id_; }
+  void set_id(std::string id) { id_ = std::move(id); }
+
   /// Hands the pool what its layers need beyond geometry.
   virtual Status bind(StatePool& pool) const = 0;
 
@@ -60,6 +65,9 @@ class Model {
   /// On failure the step cannot be committed.
   virtual Status forward(Backend& backend, StatePool& pool, Step& step, KvCache& cache,
                          const ForwardInput& input, const TensorView& logits) = 0;
+
+ private:
+  std::string id_;
 };
 
 /// One architecture: how to read its configuration and its weights.

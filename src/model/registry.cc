@@ -1,4 +1,5 @@
 #include <filesystem>
+#include <sstream>
 
 #include "io/file.h"
 #include "io/quote.h"
@@ -87,6 +88,9 @@ Result<std::unique_ptr<Model>> load_model(const std::string& folder, Backend& ba
   auto weights = std::make_shared<const Checkpoint>(std::move(checkpoint));
   RSSM_ASSIGN_OR_RETURN(std::unique_ptr<Model> model, family->load(config, weights, backend));
   touch(*weights, progress);
+  std::ostringstream id;
+  id << family->model_type << '-' << std::hex << weights->fingerprint();
+  model->set_id(std::move(id).str());
   return model;
 }
 

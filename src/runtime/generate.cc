@@ -10,18 +10,12 @@ double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-Status generate_on(Engine& engine, std::int32_t sequence, std::span<const std::int32_t> prompt,
-                   const GenerateOptions& options, const TokenSink& sink, Generation& out) {
-  Sampler sampler(options.sampling);
-  const double start = now();
-  RSSM_ASSIGN_OR_RETURN(std::span<const float> logits,
-                        feed_prompt(engine, sequence, prompt, options.progress));
-  out.prompt_tokens = static_cast<std::int64_t>(prompt.size());
-  static_cast<void>(engine.take_decode_traffic());
-  const double decode_start = now();
-  out.prompt_seconds = decode_start - start;
-  while (true) {
-    RSSM_ASSIGN_OR_RETURN(const std::int32_t token, sampler.sample(logits));
+/// `unread`: tokens the sequence has yet to read, of which `prompt` are new.
+Status generate_on(Engine& engine, Stream& stream, std::span<const std::int32_t> unread,
+                   std::size_t prompt, const GenerateOptions& options, const TokenSink& sink,
+                   Generation& out) {
+  double decode_start = 0;
+  stream.sink = [&](std::int32_t token, std::span<const float> logits) -> Result<bool> {
     if (options.keep_margins) {
       RSSM_ASSIGN_OR_RETURN(const Greedy greedy, greedy_with_margin(logits));
       out.margins.push_back(greedy.margin);
@@ -31,12 +25,28 @@ Status generate_on(Engine& engine, std::int32_t sequence, std::span<const std::i
     RSSM_ASSIGN_OR_RETURN(const bool more, sink(token));
     const bool stop = std::find(options.stop_tokens.begin(), options.stop_tokens.end(), token) !=
                       options.stop_tokens.end();
-    if (!more || stop || static_cast<std::int64_t>(out.tokens.size()) == options.max_tokens) break;
-    const Work work{
-        .sequence = sequence, .phase = Phase::kDecode, .tokens = std::span(&token, 1), .logits = 1};
-    RSSM_ASSIGN_OR_RETURN(logits, engine.advance(std::span(&work, 1)));
-    ++out.decode_steps;
+    return more && !stop;
+  };
+  Decoder decoder(engine, options.drafts, options.draft_tokens);
+  const double start = now();
+  std::span<const float> logits;
+  if (prompt > 0) {
+    RSSM_ASSIGN_OR_RETURN(logits, feed_prompt(engine, stream.sequence, unread, options.progress));
   }
+  if (options.drafts != nullptr) {
+    RSSM_RETURN_IF_ERROR(options.drafts->open(stream.sequence, stream.tokens));
+  }
+  out.prompt_tokens = static_cast<std::int64_t>(prompt);
+  static_cast<void>(engine.take_decode_traffic());
+  decode_start = now();
+  out.prompt_seconds = decode_start - start;
+  Status status;
+  if (prompt > 0) status = Decoder::draw(stream, logits);
+  Stream* const streams[] = {&stream};
+  while (status.ok() && stream.wanted > 0) status = decoder.step(streams);
+  if (options.drafts != nullptr) RSSM_RETURN_IF_ERROR(options.drafts->close(stream.sequence));
+  RSSM_RETURN_IF_ERROR(status);
+  out.decode = decoder.counts();
   out.traffic = engine.take_decode_traffic();
   return {};
 }
@@ -63,26 +73,57 @@ Result<std::span<const float>> feed_prompt(Engine& engine, std::int32_t sequence
   return logits;
 }
 
-Result<Generation> generate(Engine& engine, std::span<const std::int32_t> prompt,
-                            const GenerateOptions& options, const TokenSink& sink) {
+Result<Generation> continue_conversation(Engine& engine, Conversation& conversation,
+                                         std::span<const std::int32_t> prompt,
+                                         const GenerateOptions& options, const TokenSink& sink) {
   RSSM_RETURN_IF_ERROR(validate(options.sampling));
   if (options.max_tokens < 1) {
     return invalid_argument("max tokens is ", options.max_tokens, ", expected at least 1");
   }
-  if (prompt.empty()) {
+  if (options.drafts != nullptr &&
+      (options.draft_tokens < 1 || options.draft_tokens >= engine.options().draft_capacity)) {
+    return invalid_argument("draft tokens is ", options.draft_tokens, ", expected 1..",
+                            engine.options().draft_capacity - 1, " for a draft capacity of ",
+                            engine.options().draft_capacity);
+  }
+  RSSM_ASSIGN_OR_RETURN(const std::int64_t position, engine.position(conversation.sequence));
+  const auto size = static_cast<std::int64_t>(conversation.tokens.size());
+  if (position != size && position != size - 1) {
+    return invalid_argument("the conversation has ", size, " tokens and its sequence has read ",
+                            position, ", expected all of them or all but one");
+  }
+  if (prompt.empty() && position == size) {
     return invalid_argument("the prompt has 0 tokens, expected at least 1");
   }
   // The last token is not fed back, so it takes no place.
   const std::int64_t context = engine.options().context;
-  if (options.max_tokens - 1 > context - static_cast<std::int64_t>(prompt.size())) {
-    return resource_exhausted("a prompt of ", prompt.size(), " tokens and ", options.max_tokens - 1,
+  if (options.max_tokens - 1 > context - size - static_cast<std::int64_t>(prompt.size())) {
+    return resource_exhausted("a prompt of ", size + std::ssize(prompt), " tokens and ",
+                              options.max_tokens - 1,
                               " tokens after it do not fit into the context of ", context);
   }
-  RSSM_ASSIGN_OR_RETURN(const std::int32_t sequence, engine.open());
+  Stream stream;
+  stream.sequence = conversation.sequence;
+  stream.tokens = std::move(conversation.tokens);
+  stream.tokens.insert(stream.tokens.end(), prompt.begin(), prompt.end());
+  SamplingOptions sampling = options.sampling;
+  sampling.seed = conversation.seed;
+  stream.sampler = Sampler(sampling, conversation.drawn);
+  stream.wanted = options.max_tokens;
+  const std::vector<std::int32_t> unread(stream.tokens.begin() + position, stream.tokens.end());
   Generation out;
-  const Status status = generate_on(engine, sequence, prompt, options, sink, out);
-  RSSM_RETURN_IF_ERROR(engine.close(sequence));
-  RSSM_RETURN_IF_ERROR(status);
+  RSSM_RETURN_IF_ERROR(generate_on(engine, stream, unread, prompt.size(), options, sink, out));
+  conversation.tokens = std::move(stream.tokens);
+  conversation.drawn = stream.sampler.drawn();
+  return out;
+}
+
+Result<Generation> generate(Engine& engine, std::span<const std::int32_t> prompt,
+                            const GenerateOptions& options, const TokenSink& sink) {
+  Conversation conversation{.seed = options.sampling.seed};
+  RSSM_ASSIGN_OR_RETURN(conversation.sequence, engine.open());
+  Result<Generation> out = continue_conversation(engine, conversation, prompt, options, sink);
+  RSSM_RETURN_IF_ERROR(engine.close(conversation.sequence));
   return out;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <unordered_map>
 
 namespace replayssm {
 namespace {
@@ -73,6 +74,25 @@ std::size_t keep_likeliest(const SamplingOptions& options, std::vector<Weighted>
   }
   std::reverse(begin, tokens->end());
   return kept;
+}
+
+double probability(std::span<const Candidate> candidates, std::int32_t token) {
+  for (const auto& [candidate, p] : candidates) {
+    if (candidate == token) return static_cast<double>(p);
+  }
+  return 0;
+}
+
+/// max(0, p - q), not normalised.
+std::vector<Candidate> excess(std::span<const Candidate> p, std::span<const Candidate> q) {
+  std::unordered_map<std::int32_t, float> taken(q.begin(), q.end());
+  std::vector<Candidate> rest;
+  for (const auto& [token, probability] : p) {
+    const auto found = taken.find(token);
+    const float left = found == taken.end() ? probability : probability - found->second;
+    if (left > 0) rest.emplace_back(token, left);
+  }
+  return rest;
 }
 
 }  // namespace
@@ -159,6 +179,29 @@ Result<std::int32_t> Sampler::sample(std::span<const float> logits) {
   }
   RSSM_ASSIGN_OR_RETURN(const std::vector<Candidate> kept, candidates(logits, options_));
   return pick(kept, rng_.next_uniform());
+}
+
+Result<std::int32_t> Sampler::propose(std::span<const float> logits,
+                                      std::vector<Candidate>* proposal) {
+  proposal->clear();
+  if (options_.temperature == 0) return sample(logits);
+  RSSM_ASSIGN_OR_RETURN(*proposal, candidates(logits, options_));
+  return pick(*proposal, rng_.next_uniform());
+}
+
+Result<Verdict> Sampler::verify(std::span<const float> logits, std::int32_t drafted,
+                                std::span<const Candidate> proposal) {
+  if (proposal.empty()) {
+    RSSM_ASSIGN_OR_RETURN(const std::int32_t token, sample(logits));
+    return Verdict{token, token == drafted};
+  }
+  RSSM_ASSIGN_OR_RETURN(const std::vector<Candidate> target, candidates(logits, options_));
+  const double q = probability(proposal, drafted);
+  if (q <= 0) return invalid_argument("token ", drafted, " is not in its own proposal");
+  if (rng_.next_uniform() * q < probability(target, drafted)) return Verdict{drafted, true};
+  const std::vector<Candidate> rest = excess(target, proposal);
+  // Rounding can reject a token of two equal distributions; nothing is left to draw from then.
+  return Verdict{pick(rest.empty() ? target : rest, rng_.next_uniform()), false};
 }
 
 }  // namespace replayssm

@@ -65,16 +65,40 @@ class CounterRng {
 /// The candidate at `u` in [0, 1) of the cumulative distribution; `candidates` must not be empty.
 std::int32_t pick(std::span<const Candidate> candidates, double u);
 
-/// Draws tokens one after the other. Options that `validate` refuses are an error of `sample`.
+/// What comes after a text for which a token was drafted.
+struct Verdict {
+  std::int32_t token = 0;
+  bool accepted = false;  // it is the drafted token
+};
+
+/// Draws tokens one after the other. Options that `validate` refuses are an error of every draw.
 class Sampler {
  public:
-  explicit Sampler(const SamplingOptions& options) : options_(options), rng_(options.seed) {}
+  /// `drawn`: random numbers that earlier draws of the same text took.
+  explicit Sampler(const SamplingOptions& options, std::uint64_t drawn = 0)
+      : options_(options), rng_(options.seed, drawn) {}
 
   Result<std::int32_t> sample(std::span<const float> logits);
 
+  /// Draws a token to propose, from a draft model's logits. `proposal` becomes the distribution it
+  /// was drawn from, or empty where the token was certain (greedy).
+  Result<std::int32_t> propose(std::span<const float> logits, std::vector<Candidate>* proposal);
+
+  /// What follows by `logits` where `drafted` was proposed, distributed as sample() would draw it
+  /// (Leviathan et al., 2023; Chen et al., 2023). With p the filtered distribution of the logits
+  /// and q the proposal `drafted` was drawn from:
+  ///
+  ///   accepted with probability min(1, p(drafted) / q(drafted)),
+  ///   else drawn from max(0, p - q), normalised.
+  ///
+  /// An empty proposal says that the token was certain, q(drafted) = 1. The rule is then one draw
+  /// from p and a comparison: accepted with probability p(drafted), else distributed as the rest of
+  /// p. The token is the one that sample() would have drawn, so drafts do not change the text.
+  Result<Verdict> verify(std::span<const float> logits, std::int32_t drafted,
+                         std::span<const Candidate> proposal);
+
   const SamplingOptions& options() const { return options_; }
-  /// Where speculative decoding draws its acceptance from.
-  CounterRng& rng() { return rng_; }
+  std::uint64_t drawn() const { return rng_.drawn(); }
 
  private:
   SamplingOptions options_;

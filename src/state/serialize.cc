@@ -7,86 +7,18 @@
 // Little-endian, fields packed. An entry of a ring is written as (outer, inner), so the geometry of
 // the ring it came from leaves no trace.
 #include <algorithm>
-#include <bit>
 #include <cstring>
 #include <string>
 
+#include "core/byte_io.h"
 #include "ops/fold.h"
 #include "state/pool_impl.h"
 
 namespace replayssm {
 namespace {
 
-static_assert(std::endian::native == std::endian::little, "saved states are little-endian");
-
 constexpr char kMagic[8] = {'R', 'S', 'S', 'M', 'S', 'L', 'O', 'T'};
 constexpr std::uint32_t kVersion = 1;
-
-std::uint64_t fnv1a(std::span<const std::byte> bytes) {
-  std::uint64_t hash = 0xcbf29ce484222325u;
-  for (const std::byte b : bytes) {
-    hash = (hash ^ static_cast<std::uint64_t>(b)) * 0x100000001b3u;
-  }
-  return hash;
-}
-
-class Writer {
- public:
-  void bytes(const void* data, std::size_t size) {
-    const auto* p = static_cast<const std::byte*>(data);
-    out_.insert(out_.end(), p, p + size);
-  }
-  template <typename T>
-  void value(T x) {
-    bytes(&x, sizeof x);
-  }
-  void text(const std::string& s) {
-    value(static_cast<std::uint32_t>(s.size()));
-    bytes(s.data(), s.size());
-  }
-  std::vector<std::byte> finish() {
-    value(fnv1a(out_));
-    return std::move(out_);
-  }
-
- private:
-  std::vector<std::byte> out_;
-};
-
-/// Reads past the end yield zeros and a failed ok(), so that one check at the end suffices.
-class Reader {
- public:
-  explicit Reader(std::span<const std::byte> in) : in_(in) {}
-
-  bool ok() const { return ok_; }
-  std::size_t rest() const { return in_.size(); }
-
-  std::span<const std::byte> bytes(std::size_t size) {
-    if (size > in_.size()) {
-      ok_ = false;
-      return {};
-    }
-    const auto taken = in_.first(size);
-    in_ = in_.subspan(size);
-    return taken;
-  }
-  template <typename T>
-  T value() {
-    T x{};
-    const auto taken = bytes(sizeof x);
-    if (taken.size() == sizeof x) std::memcpy(&x, taken.data(), sizeof x);
-    return x;
-  }
-  std::string text() {
-    const auto size = value<std::uint32_t>();
-    const auto taken = bytes(size);
-    return {reinterpret_cast<const char*>(taken.data()), taken.size()};
-  }
-
- private:
-  std::span<const std::byte> in_;
-  bool ok_ = true;
-};
 
 /// The numbers that make two layers' states exchangeable, with names for messages.
 struct Geometry {
@@ -110,7 +42,7 @@ std::vector<Geometry> geometry(const LayerSpec& spec) {
 }
 
 /// Entries [first, last) of a ring field.
-void write_entries(Writer& out, const Field& f, const std::byte* data, std::int64_t first,
+void write_entries(ByteWriter& out, const Field& f, const std::byte* data, std::int64_t first,
                    std::int64_t last) {
   for (std::int64_t p = first; p < last; ++p) {
     for (std::int64_t o = 0; o < f.outer; ++o) {
@@ -146,7 +78,7 @@ std::int64_t conv_history_begin(const LayerSpec& spec, std::int64_t conv_from) {
   return std::max<std::int64_t>(0, conv_from - (spec.conv.width - 1));
 }
 
-Status check_identity(Reader& in, const StatePoolOptions& options) {
+Status check_identity(ByteReader& in, const StatePoolOptions& options) {
   if (const std::string model = in.text(); in.ok() && model != options.model_id) {
     return invalid_argument("saved state is of model '", model, "', expected '", options.model_id,
                             "'");
@@ -184,17 +116,12 @@ Result<Image> parse(std::span<const std::byte> bytes, const StatePool::Impl& poo
   if (std::memcmp(bytes.data(), kMagic, sizeof kMagic) != 0) {
     return data_loss("saved state does not begin with 'RSSMSLOT'");
   }
-  Reader in(bytes.first(bytes.size() - sizeof(std::uint64_t)));
+  ByteReader in(bytes.first(bytes.size() - sizeof(std::uint64_t)));
   in.bytes(sizeof kMagic);
   if (const auto version = in.value<std::uint32_t>(); version != kVersion) {
     return unsupported("saved state has layout version ", version, ", expected ", kVersion);
   }
-  const auto expected = fnv1a(bytes.first(bytes.size() - sizeof(std::uint64_t)));
-  if (const auto found = Reader(bytes.last(sizeof expected)).value<std::uint64_t>();
-      found != expected) {
-    return data_loss("saved state is truncated or corrupt: checksum ", found, ", expected ",
-                     expected);
-  }
+  RSSM_RETURN_IF_ERROR(check_checksum(bytes, "saved state"));
   RSSM_RETURN_IF_ERROR(check_identity(in, pool.options));
 
   Image image;
@@ -237,7 +164,7 @@ Result<std::vector<std::byte>> StatePool::Impl::save(const CudaContext* cuda,
   const std::int64_t conv_from =
       pool.options.rewindable ? cursor.checkpoint_position : cursor.position;
 
-  Writer out;
+  ByteWriter out;
   out.bytes(kMagic, sizeof kMagic);
   out.value(kVersion);
   out.text(pool.options.model_id);

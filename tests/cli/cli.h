@@ -58,8 +58,9 @@ inline ::testing::AssertionResult fails(const ProgramResult& result, int status,
 
 /// The fields of every run, and that their values make sense together.
 inline void expect_run_fields(const Json& run) {
-  for (const char* key : {"tokens", "text", "prompt_tokens", "decode", "window", "state", "isa",
-                          "threads", "seconds", "tokens_per_second", "state_bytes_per_token"}) {
+  for (const char* key :
+       {"tokens", "text", "prompt_tokens", "decode", "window", "state", "isa", "threads", "seconds",
+        "tokens_per_second", "state_bytes_per_token", "draft", "state_memory", "restored_tokens"}) {
     ASSERT_TRUE(run.contains(key)) << key << " in " << run.dump();
   }
   ASSERT_TRUE(run["tokens"].is_array());
@@ -68,9 +69,9 @@ inline void expect_run_fields(const Json& run) {
     EXPECT_GE(token, 0);
   }
   EXPECT_TRUE(run["text"].is_string());
-  EXPECT_GE(run["prompt_tokens"], 1);
+  EXPECT_GE(run["prompt_tokens"].get<int>() + run["restored_tokens"].get<int>(), 1);
   const bool replay = run["decode"] == "replay";
-  EXPECT_TRUE(replay || run["decode"] == "plain") << run["decode"];
+  EXPECT_TRUE(replay || run["decode"] == "plain" || run["decode"] == "snapshot") << run["decode"];
   EXPECT_GE(run["window"], replay ? 1 : 0);
   EXPECT_LE(run["window"], replay ? 64 : 0);
   EXPECT_TRUE(run["state"] == "f32" || run["state"] == "bf16") << run["state"];

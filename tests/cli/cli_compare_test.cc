@@ -46,8 +46,30 @@ TEST_P(LongCompareTest, SameTokensAndLessTraffic) {
             before["read"].get<double>() + before["written"].get<double>());
 }
 
+/// 512 greedy tokens with drafts of 1 to 7 tokens, by n-grams and by a model, verified by replay
+/// and by snapshots: those of plain decoding (C96).
+TEST_P(LongCompareTest, SameTokensWithDrafts) {
+  const Json json = cli_json({"compare", kTinyModel, "--prompt", GetParam(), "--max-tokens", "512",
+                              "--threads", "1", "--windows", "16", "--draft", "ngram", "--draft",
+                              kTinyModel, "--draft-tokens", "1,2,3,4,5,6,7"});
+  EXPECT_EQ(json["identical"], true);
+  std::set<Json> drafted;
+  for (const Json& run : json["runs"]) {
+    if (run["state"] != "f32") continue;
+    EXPECT_EQ(run["tokens"].size(), 512u);
+    EXPECT_EQ(run["tokens"], json["runs"][0]["tokens"])
+        << run["decode"] << " with " << run["draft"].dump();
+    const Json& draft = run["draft"];
+    if (draft["source"] == "none") continue;
+    EXPECT_GT(draft["accepted"], 0);
+    drafted.insert(Json::array({run["decode"], draft["source"], draft["tokens"]}));
+  }
+  EXPECT_EQ(drafted.size(), 2u * 2u * 7u);
+}
+
 INSTANTIATE_TEST_SUITE_P(Prompts, LongCompareTest,
-                         ::testing::Values("And it came to pass", "KING RICHARD:\n"));
+                         ::testing::Values("And it came to pass", "KING RICHARD:\n",
+                                           "the sea, the sea, the sea, the"));
 
 TEST(HeldOutTest, BitsPerByte) {
   const std::string path = kTinyModel + "/heldout-sample.txt";

@@ -311,7 +311,7 @@ TEST(GenerateTest, RefusalsAndEndsFreeTheSequence) {
   const auto full = generate(*e, prompt, o, go);
   ASSERT_TRUE(is_ok(full));
   EXPECT_EQ(full->tokens.size(), 22u);
-  EXPECT_EQ(full->decode_steps, 21);
+  EXPECT_EQ(full->decode.steps, 21);
   EXPECT_EQ(full->prompt_tokens, 3);
 
   const auto failing = generate(*e, prompt, o, [](std::int32_t) -> Result<bool> {

@@ -280,7 +280,139 @@ TEST(SamplerTest, ASeedIsASequence) {
 TEST(SamplerTest, GreedyDrawsNothing) {
   Sampler sampler(SamplingOptions{});
   EXPECT_EQ(*sampler.sample(std::vector<float>{0, 1}), 1);
-  EXPECT_EQ(sampler.rng().drawn(), 0u);
+  EXPECT_EQ(sampler.drawn(), 0u);
+}
+
+// ---- Drafted tokens ----
+
+/// Pearson's statistic of counts against a distribution; infinite where it gives no probability.
+double chi_square(const std::vector<int>& counts, const std::vector<Candidate>& expected,
+                  int draws) {
+  std::vector<double> mean(counts.size());
+  for (const auto& [token, p] : expected) mean[token] = static_cast<double>(p) * draws;
+  double chi2 = 0;
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    if (mean[i] > 0) {
+      chi2 += (counts[i] - mean[i]) * (counts[i] - mean[i]) / mean[i];
+    } else if (counts[i] > 0) {
+      return std::numeric_limits<double>::infinity();
+    }
+  }
+  return chi2;
+}
+
+/// What comes after a token drawn from q is distributed as p, filters included, and is the drafted
+/// one with probability sum min(p, q): the most there can be. At most 7 degrees of freedom, so a
+/// statistic above 30 has probability 1e-4; the seeds are fixed.
+TEST(VerifyTest, KeepsTheDistribution) {
+  const std::vector<float> target = logits_of({0.3, 0.25, 0.05, 0.02, 0.13, 0.1, 0.1, 0.05});
+  const std::vector<float> drafter = logits_of({0.1, 0.3, 0.2, 0.1, 0.02, 0.18, 0.05, 0.05});
+  constexpr int kDraws = 100'000;
+  for (const SamplingOptions& o :
+       {options(1, 0, 1, 0, 50), options(0.7f, 0, 1, 0, 51), options(1.6f, 5, 1, 0, 52),
+        options(1, 0, 0.7f, 0, 53), options(1, 0, 1, 0.3f, 54), options(0.9f, 6, 0.9f, 0.1f, 55)}) {
+    const std::vector<Candidate> p = *candidates(target, o);
+    const std::vector<Candidate> q = *candidates(drafter, o);
+    double overlap = 0;
+    for (const auto& [token, probability] : p) {
+      for (const auto& [other, proposed] : q) {
+        if (token == other) overlap += static_cast<double>(std::min(probability, proposed));
+      }
+    }
+    std::vector<int> drafted(target.size());
+    std::vector<int> next(target.size());
+    int accepted = 0;
+    Sampler sampler(o);
+    std::vector<Candidate> proposal;
+    for (int i = 0; i < kDraws; ++i) {
+      const std::int32_t token = *sampler.propose(drafter, &proposal);
+      ++drafted[token];
+      const auto verdict = sampler.verify(target, token, proposal);
+      ASSERT_TRUE(verdict.ok());
+      ++next[verdict->token];
+      accepted += verdict->accepted ? 1 : 0;
+      ASSERT_TRUE(!verdict->accepted || verdict->token == token);
+    }
+    EXPECT_LT(chi_square(next, p, kDraws), 30) << "temperature " << o.temperature;
+    EXPECT_GT(chi_square(drafted, p, kDraws), 1000) << "drafts that are right anyway test nothing";
+    // Four standard deviations of a binomial.
+    EXPECT_NEAR(accepted, overlap * kDraws, 4 * std::sqrt(overlap * (1 - overlap) * kDraws));
+  }
+}
+
+/// The same for a token that is proposed for certain, each of them, and one that p does not have.
+TEST(VerifyTest, CertainTokensKeepTheDistribution) {
+  const std::vector<float> logits = logits_of({0.3, 0.25, 0.05, 0.02, 0.13, 0.1, 0.1, 0.05});
+  constexpr int kDraws = 50'000;
+  for (const SamplingOptions& o : {options(1, 0, 1, 0, 60), options(0.8f, 4, 1, 0.05f, 61)}) {
+    const std::vector<Candidate> p = *candidates(logits, o);
+    for (std::int32_t token = 0; token < 8; ++token) {
+      std::vector<int> next(logits.size());
+      int accepted = 0;
+      Sampler sampler(o);
+      Sampler plain(o);
+      for (int i = 0; i < kDraws; ++i) {
+        const auto verdict = sampler.verify(logits, token, {});
+        ASSERT_TRUE(verdict.ok());
+        ++next[verdict->token];
+        ASSERT_EQ(verdict->accepted, verdict->token == token);
+        accepted += verdict->accepted ? 1 : 0;
+        ASSERT_EQ(verdict->token, *plain.sample(logits)) << "drafts change the text";
+      }
+      EXPECT_LT(chi_square(next, p, kDraws), 30) << "token " << token;
+      EXPECT_EQ(accepted, next[token]);
+    }
+  }
+}
+
+/// Equal distributions accept everything; disjoint ones nothing, and then draw from p alone.
+TEST(VerifyTest, EqualAndDisjointDistributions) {
+  const SamplingOptions o = options(1, 0, 1, 0, 70);
+  const std::vector<float> left = {1, 2, 0.5f, -kInfinity, -kInfinity};
+  const std::vector<float> right = {-kInfinity, -kInfinity, -kInfinity, 0, 1};
+  Sampler sampler(o);
+  std::vector<Candidate> proposal;
+  for (int i = 0; i < 2000; ++i) {
+    std::int32_t token = *sampler.propose(left, &proposal);
+    ASSERT_TRUE(sampler.verify(left, token, proposal)->accepted);
+    token = *sampler.propose(right, &proposal);
+    const auto verdict = sampler.verify(left, token, proposal);
+    ASSERT_FALSE(verdict->accepted);
+    ASSERT_LT(verdict->token, 3);
+  }
+  EXPECT_EQ(sampler.verify(left, 4, *candidates(left, o)).status().code(),
+            StatusCode::kInvalidArgument)
+      << "a token its proposal does not have";
+}
+
+TEST(VerifyTest, GreedyComparesAndDrawsNothing) {
+  Sampler sampler(SamplingOptions{});
+  const std::vector<float> logits = {0, 3, 1};
+  std::vector<Candidate> proposal = {{0, 1.0f}};
+  EXPECT_EQ(*sampler.propose(logits, &proposal), 1);
+  EXPECT_TRUE(proposal.empty()) << "a greedy draft is certain";
+  EXPECT_TRUE(sampler.verify(logits, 1, {})->accepted);
+  const auto verdict = sampler.verify(logits, 2, {});
+  EXPECT_FALSE(verdict->accepted);
+  EXPECT_EQ(verdict->token, 1);
+  EXPECT_EQ(sampler.drawn(), 0u);
+  EXPECT_FALSE(sampler.verify({}, 0, {}).ok());
+  EXPECT_FALSE(sampler.verify(std::vector<float>{kNan, 0}, 0, {}).ok());
+}
+
+/// Random numbers go on where an earlier sampler of the same seed stopped.
+TEST(SamplerTest, ResumesAfterWhatWasDrawn) {
+  const std::vector<float> logits(50, 0);
+  const SamplingOptions o = options(1, 0, 1, 0, 80);
+  Sampler whole(o);
+  Tokens expected;
+  for (int i = 0; i < 20; ++i) expected.push_back(*whole.sample(logits));
+  Sampler first(o);
+  Tokens found;
+  for (int i = 0; i < 7; ++i) found.push_back(*first.sample(logits));
+  Sampler second(o, first.drawn());
+  for (int i = 7; i < 20; ++i) found.push_back(*second.sample(logits));
+  EXPECT_EQ(found, expected);
 }
 
 }  // namespace
