@@ -1,28 +1,65 @@
 // Folding records into a checkpoint outside of a step: the operation of a flush, bit-equal to one.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
-#include <functional>
-#include <map>
-#include <string>
-#include <vector>
+#include <cstring>
 
 #include "replayssm/cpu.h"
 #include "state/pool_impl.h"
 
 namespace replayssm {
 
+/// The record fields of one layer by name, each (outer, places, inner).
+class RecordPointers {
+ public:
+  void add(const char* name, std::byte* data) { fields_[count_++] = {name, data}; }
+  std::byte* at(const char* name) const {
+    for (std::size_t i = 0; i < count_; ++i) {
+      if (std::strcmp(fields_[i].name, name) == 0) return fields_[i].data;
+    }
+    return nullptr;  // unreachable: names are those of the layout
+  }
+
+ private:
+  static constexpr std::size_t kMaxFields = 8;
+  struct Field {
+    const char* name;
+    std::byte* data;
+  };
+  std::array<Field, kMaxFields> fields_{};
+  std::size_t count_ = 0;
+};
+
+/// checkpoint = checkpoint_in (null: zero) advanced by `count` records, of which record i lies at
+/// place (first_place + i) mod places.
+struct FoldTask {
+  const std::byte* checkpoint_in = nullptr;
+  std::byte* checkpoint = nullptr;
+  RecordPointers records;
+  std::int64_t places = 1;
+  std::int64_t first_place = 0;
+  std::int64_t count = 0;
+};
+
 /// dst's checkpoint = src's checkpoint advanced by its first `count` live records. Cursors are not
 /// touched. src may be dst.
 void fold_between_slots(const CpuContext& context, StatePool::Impl& pool, int layer,
                         std::int32_t src, std::int64_t count, std::int32_t dst);
 
-/// Records outside the pool: each record field by name as (outer, count, inner), oldest first.
-using ExternalRecords = std::map<std::string, std::byte*, std::less<>>;
-
-/// dst's checkpoint = `checkpoint` (null: zero) advanced by `count` external records.
+/// dst's checkpoint = `checkpoint` (null: zero) advanced by `count` records outside the pool,
+/// oldest first.
 void fold_external(const CpuContext& context, StatePool::Impl& pool, int layer,
-                   const ExternalRecords& records, const std::byte* checkpoint, std::int64_t count,
+                   const RecordPointers& records, const std::byte* checkpoint, std::int64_t count,
                    std::int32_t dst);
+
+// Of the families.
+void fold_records(const CpuContext& context, const StatePool::Impl& pool, int layer,
+                  const Mamba2Shape& shape, const FoldTask& fold);
+void fold_records(const CpuContext& context, const StatePool::Impl& pool, int layer,
+                  const GatedDeltaNetShape& shape, const FoldTask& fold);
+void fold_records(const CpuContext& context, const StatePool::Impl& pool, int layer,
+                  const KimiDeltaAttentionShape& shape, const FoldTask& fold);
 
 }  // namespace replayssm

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <new>
 
@@ -65,6 +66,12 @@ Result<std::size_t> pool_bytes(const StatePoolOptions& options, std::size_t per_
 }
 
 }  // namespace
+
+const char* family_name(const RecurrenceShape& shape) {
+  constexpr const char* kNames[] = {"mamba2", "gated_delta_net", "kimi_delta_attention"};
+  static_assert(std::size(kNames) == std::variant_size_v<RecurrenceShape>);
+  return kNames[shape.index()];
+}
 
 const char* to_string(RowKind kind) {
   switch (kind) {
@@ -171,15 +178,12 @@ std::int64_t StatePool::free_slots() const {
 }
 
 Status StatePool::set_mamba2_a(int layer, std::span<const float> a) {
-  RSSM_RETURN_IF_ERROR(impl_->check_layer(layer));
-  const auto index = static_cast<std::size_t>(layer);
-  const auto* shape = std::get_if<Mamba2Shape>(&impl_->options.layers[index].recurrence);
-  if (shape == nullptr) return failed_precondition("layer ", layer, " is not a mamba2 layer");
+  RSSM_ASSIGN_OR_RETURN(const Mamba2Shape* shape, impl_->shape_of<Mamba2Shape>(layer, "mamba2"));
   if (a.size() != static_cast<std::size_t>(shape->heads)) {
     return invalid_argument("layer ", layer, ": mamba2 A has ", a.size(), " values, expected ",
                             shape->heads, " (heads)");
   }
-  impl_->mamba2_a[index].assign(a.begin(), a.end());
+  impl_->mamba2_a[static_cast<std::size_t>(layer)].assign(a.begin(), a.end());
   return {};
 }
 
@@ -191,6 +195,7 @@ Status StatePool::Impl::check_layer(int layer) const {
 }
 
 Status StatePool::Impl::check_parameters(int layer) const {
+  if (!std::holds_alternative<Mamba2Shape>(recurrence(layer))) return {};
   if (!mamba2_a[static_cast<std::size_t>(layer)].empty()) return {};
   return failed_precondition("layer ", layer, ": mamba2 A has not been set");
 }
