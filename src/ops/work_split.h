@@ -6,8 +6,8 @@
 
 namespace replayssm {
 
-/// Work items are (row, group, part of the group's heads). What the heads of a group share (B and C,
-/// or q and k) is prepared once per item, so a group is split only to keep threads busy.
+/// Work items are (row, group, part of the group's heads). What the heads of a group share (B and
+/// C, or q and k) is prepared once per item, so a group is split only to keep threads busy.
 class WorkSplit {
  public:
   struct Item {

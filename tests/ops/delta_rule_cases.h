@@ -1,5 +1,5 @@
-// The geometries, types and options every kernel of the delta rule is tested with, for Gated DeltaNet
-// and both gates of Kimi Delta Attention.
+// The geometries, types and options every kernel of the delta rule is tested with, for Gated
+// DeltaNet and both gates of Kimi Delta Attention.
 #pragma once
 
 #include <array>

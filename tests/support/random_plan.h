@@ -40,7 +40,8 @@ std::vector<PlannedStep> random_plan(const Model& model, std::uint64_t seed) {
   std::vector<PlannedStep> plan(static_cast<std::size_t>(steps));
   for (PlannedStep& step : plan) {
     std::vector<std::int32_t> order(kPlanSlots);
-    for (std::int32_t slot = 0; slot < kPlanSlots; ++slot) order[static_cast<std::size_t>(slot)] = slot;
+    for (std::int32_t slot = 0; slot < kPlanSlots; ++slot)
+      order[static_cast<std::size_t>(slot)] = slot;
     for (std::size_t i = kPlanSlots; i-- > 1;) {
       std::swap(order[i], order[static_cast<std::size_t>(rng.below(static_cast<int>(i) + 1))]);
     }

@@ -1,6 +1,6 @@
-// Runs layers of a StatePool (behind their convolution where the case has one) and the fp64 oracle of
-// one sequence, for any recurrence family. Tokens are 64-bit names: a token's operands are a function
-// of its name, so a sequence is a list of names and can be replayed anywhere.
+// Runs layers of a StatePool (behind their convolution where the case has one) and the fp64 oracle
+// of one sequence, for any recurrence family. Tokens are 64-bit names: a token's operands are a
+// function of its name, so a sequence is a list of names and can be replayed anywhere.
 //
 // A family's Model has a test_case(), layer(i) with the convolution's weights, inputs(layer, token)
 // whose u goes through the convolution, and a Reference with reference(i) and advance(reference,
@@ -285,8 +285,7 @@ class RunnerOf {
 /// Brings `slot` to `live` records (at most a window) after a checkpoint at `folded` tokens of
 /// sequence 1, without a flush in between. Rejected drafts lie in the ring as well.
 template <typename Runner>
-void prepare(Runner& runner, std::int32_t slot, std::int64_t folded,
-                    std::int64_t live) {
+void prepare(Runner& runner, std::int32_t slot, std::int64_t folded, std::int64_t live) {
   StatePool& pool = runner.pool();
   const int draft = pool.options().limits.draft_capacity;
   ASSERT_TRUE(is_ok(pool.reset(slot)));
@@ -306,7 +305,7 @@ void prepare(Runner& runner, std::int32_t slot, std::int64_t folded,
 /// Compares a row's outputs with the oracle's, per layer and token.
 template <typename Case>
 void expect_close(const std::vector<std::vector<float>>& got, const OracleOutput& want,
- const Case& c, const std::string& where) {
+                  const Case& c, const std::string& where) {
   const auto size = static_cast<std::size_t>(c.inner());
   const auto shape = c.output_shape();
   ASSERT_EQ(got.size(), want.size()) << where;

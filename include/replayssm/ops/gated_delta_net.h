@@ -1,7 +1,7 @@
 // Gated DeltaNet step: outputs of the new tokens of every row of a step, and the state they leave.
 //
-// Mathematics, per value head hv with the q and k of key head h = hv / (value_heads / key_heads), in
-// fp32 (Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024):
+// Mathematics, per value head hv with the q and k of key head h = hv / (value_heads / key_heads),
+// in fp32 (Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024):
 //
 //   q'    = scale q / sqrt(sum q^2 + epsilon),  k' = k / sqrt(sum k^2 + epsilon)   if normalize,
 //   q'    = scale q,  k' = k                                                       otherwise

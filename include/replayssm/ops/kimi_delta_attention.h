@@ -4,7 +4,7 @@
 //
 //   alpha = exp(-exp(A_log) softplus(a + dt_bias))                     without lower_bound
 //   alpha = exp(lower_bound sigmoid(exp(A_log) (a + dt_bias)))         with lower_bound
-//   d     = beta (v - S^T (alpha * k'))                
+//   d     = beta (v - S^T (alpha * k'))
 //   S     = diag(alpha) S + k' d^T                         S: (key_dim, value_dim)
 //   o     = S^T q'
 //

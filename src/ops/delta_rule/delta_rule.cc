@@ -117,8 +117,8 @@ void point_at_slot(DeltaRuleTask& task, StatePool::Impl& pool, int layer, std::i
   const PageLayout& layout = pool.layout(layer);
   task.checkpoint = pool.field(layer, slot, layout.field("checkpoint"));
   task.checkpoint_in = cursor.checkpoint_position == 0 ? nullptr : task.checkpoint;
-  point_at_records(
-      task, [&](const char* name) { return pool.field(layer, slot, layout.field(name)); });
+  point_at_records(task,
+                   [&](const char* name) { return pool.field(layer, slot, layout.field(name)); });
   task.places = pool.options.limits.record_places();
   task.first_place = cursor.checkpoint_position % task.places;
   task.live = cursor.live();

@@ -21,9 +21,8 @@ std::vector<double> DeltaRuleReference::normalized(const float* x, double scale)
 
 double DeltaRuleReference::decay(const DeltaRuleToken& token, std::size_t head,
                                  std::size_t channel) const {
-  const std::size_t at = shape_.channel_decay
-                             ? head * static_cast<std::size_t>(shape_.key_dim) + channel
-                             : head;
+  const std::size_t at =
+      shape_.channel_decay ? head * static_cast<std::size_t>(shape_.key_dim) + channel : head;
   const double u = double(token.a[at]) + (params_.dt_bias.empty() ? 0.0 : params_.dt_bias[at]);
   const double a = params_.a_log.empty() ? 1.0 : std::exp(double(params_.a_log[head]));
   if (params_.lower_bound) return std::exp(*params_.lower_bound / (1.0 + std::exp(-a * u)));

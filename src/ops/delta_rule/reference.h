@@ -1,6 +1,6 @@
-// The oracle of the delta rule's two families: the recurrence of replayssm/ops/gated_delta_net.h and
-// kimi_delta_attention.h, token by token in fp64. Tests hold every kernel against this and never
-// against another kernel.
+// The oracle of the delta rule's two families: the recurrence of replayssm/ops/gated_delta_net.h
+// and kimi_delta_attention.h, token by token in fp64. Tests hold every kernel against this and
+// never against another kernel.
 #pragma once
 
 #include <optional>

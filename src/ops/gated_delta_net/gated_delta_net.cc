@@ -11,7 +11,8 @@ constexpr const char* kFamily = "gated_delta_net";
 }  // namespace
 
 Status gated_delta_net_step(const CpuContext& context, StatePool& pool, int layer, Step& step,
- const GatedDeltaNetParams& params, const GatedDeltaNetOperands& operands) {
+                            const GatedDeltaNetParams& params,
+                            const GatedDeltaNetOperands& operands) {
   RSSM_ASSIGN_OR_RETURN(const GatedDeltaNetShape* shape,
                         pool.impl().shape_of<GatedDeltaNetShape>(layer, kFamily));
   const DeltaRuleParams common{.family = kFamily,
@@ -25,17 +26,22 @@ Status gated_delta_net_step(const CpuContext& context, StatePool& pool, int laye
                          {operands.q, operands.k, operands.v, operands.a, operands.b, operands.o});
 }
 
-Result<std::string> gated_delta_net_explain(const CpuContext& context, const StatePool& pool, int layer) {
+Result<std::string> gated_delta_net_explain(const CpuContext& context, const StatePool& pool,
+                                            int layer) {
   RSSM_ASSIGN_OR_RETURN(const GatedDeltaNetShape* shape,
                         pool.impl().shape_of<GatedDeltaNetShape>(layer, kFamily));
   return delta_rule_explain(context, pool.options(), kFamily, delta_rule(*shape));
 }
 
-StateTraffic gated_delta_net_row_traffic(const GatedDeltaNetShape& shape, DType checkpoint, DType activation, ReplayLimits limits, RowKind kind, const Cursor& cursor, std::int64_t token_count) {
-  return delta_rule_row_traffic(delta_rule(shape), checkpoint, activation, limits, kind, cursor, token_count);
+StateTraffic gated_delta_net_row_traffic(const GatedDeltaNetShape& shape, DType checkpoint,
+                                         DType activation, ReplayLimits limits, RowKind kind,
+                                         const Cursor& cursor, std::int64_t token_count) {
+  return delta_rule_row_traffic(delta_rule(shape), checkpoint, activation, limits, kind, cursor,
+                                token_count);
 }
 
-void fold_records(const CpuContext& context, const StatePool::Impl& pool, int, const GatedDeltaNetShape& shape, const FoldTask& fold) {
+void fold_records(const CpuContext& context, const StatePool::Impl& pool, int,
+                  const GatedDeltaNetShape& shape, const FoldTask& fold) {
   delta_rule_fold(context, pool.options, delta_rule(shape), fold);
 }
 

@@ -11,7 +11,8 @@ constexpr const char* kFamily = "kimi_delta_attention";
 }  // namespace
 
 Status kimi_delta_attention_step(const CpuContext& context, StatePool& pool, int layer, Step& step,
- const KimiDeltaAttentionParams& params, const KimiDeltaAttentionOperands& operands) {
+                                 const KimiDeltaAttentionParams& params,
+                                 const KimiDeltaAttentionOperands& operands) {
   RSSM_ASSIGN_OR_RETURN(const KimiDeltaAttentionShape* shape,
                         pool.impl().shape_of<KimiDeltaAttentionShape>(layer, kFamily));
   const DeltaRuleParams common{.family = kFamily,
@@ -26,17 +27,23 @@ Status kimi_delta_attention_step(const CpuContext& context, StatePool& pool, int
                          {operands.q, operands.k, operands.v, operands.a, operands.b, operands.o});
 }
 
-Result<std::string> kimi_delta_attention_explain(const CpuContext& context, const StatePool& pool, int layer) {
+Result<std::string> kimi_delta_attention_explain(const CpuContext& context, const StatePool& pool,
+                                                 int layer) {
   RSSM_ASSIGN_OR_RETURN(const KimiDeltaAttentionShape* shape,
                         pool.impl().shape_of<KimiDeltaAttentionShape>(layer, kFamily));
   return delta_rule_explain(context, pool.options(), kFamily, delta_rule(*shape));
 }
 
-StateTraffic kimi_delta_attention_row_traffic(const KimiDeltaAttentionShape& shape, DType checkpoint, DType activation, ReplayLimits limits, RowKind kind, const Cursor& cursor, std::int64_t token_count) {
-  return delta_rule_row_traffic(delta_rule(shape), checkpoint, activation, limits, kind, cursor, token_count);
+StateTraffic kimi_delta_attention_row_traffic(const KimiDeltaAttentionShape& shape,
+                                              DType checkpoint, DType activation,
+                                              ReplayLimits limits, RowKind kind,
+                                              const Cursor& cursor, std::int64_t token_count) {
+  return delta_rule_row_traffic(delta_rule(shape), checkpoint, activation, limits, kind, cursor,
+                                token_count);
 }
 
-void fold_records(const CpuContext& context, const StatePool::Impl& pool, int, const KimiDeltaAttentionShape& shape, const FoldTask& fold) {
+void fold_records(const CpuContext& context, const StatePool::Impl& pool, int,
+                  const KimiDeltaAttentionShape& shape, const FoldTask& fold) {
   delta_rule_fold(context, pool.options, delta_rule(shape), fold);
 }
 

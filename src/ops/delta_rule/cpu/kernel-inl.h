@@ -6,10 +6,10 @@
 // S q need no horizontal sums. Memory is read once and written at most once whatever the number of
 // tokens.
 //
-// Bit-equality rests on three rules. An element of the state is advanced by fma(S, decay, k * d), in
-// token order, wherever that happens. The product (decay * k) . S that gives d, and S . q, run over
-// the rows in order in two accumulators, even rows and odd rows, added at the end. Columns never
-// meet. Blocking and the length of a row of tokens therefore never change a result.
+// Bit-equality rests on three rules. An element of the state is advanced by fma(S, decay, k * d),
+// in token order, wherever that happens. The product (decay * k) . S that gives d, and S . q, run
+// over the rows in order in two accumulators, even rows and odd rows, added at the end. Columns
+// never meet. Blocking and the length of a row of tokens therefore never change a result.
 #pragma once
 
 #include <cmath>
@@ -255,8 +255,8 @@ class DeltaRuleKernel {
                      float* out) {
     for (int t = 0; t < count; ++t) {
       const std::int64_t i = at + t * stride;
-      out[t] = is_f32 ? static_cast<const float*>(data)[i]
-                      : to_float(static_cast<const Act*>(data)[i]);
+      out[t] =
+          is_f32 ? static_cast<const float*>(data)[i] : to_float(static_cast<const Act*>(data)[i]);
     }
   }
 
@@ -318,8 +318,8 @@ class DeltaRuleKernel {
         const float* a = decay[i];
         map_vectors<Isa>(k[i], key_dim, out, [a, key_dim](V x, std::int64_t n) {
           const std::int64_t rest = key_dim - n;
-          return x * (rest < kLanes ? V::load_partial(a + n, static_cast<int>(rest))
-                                    : V::load(a + n));
+          return x *
+                 (rest < kLanes ? V::load_partial(a + n, static_cast<int>(rest)) : V::load(a + n));
         });
       } else {
         const V a = V::broadcast(decay[i][0]);
@@ -463,8 +463,8 @@ class DeltaRuleKernel {
 
   // ---- Tentative rows ----
   //
-  // With w(i, t) the product of the decays after entry i up to token t (entries are the live records
-  // and the row's own tokens before or at t), per column:
+  // With w(i, t) the product of the decays after entry i up to token t (entries are the live
+  // records and the row's own tokens before or at t), per column:
   //
   //   d_t = beta_t (v_t - S0 . w(-1, t) k_t - sum_i (k_i . w(i, t) k_t) d_i),   i before t
   //   o_t =              S0 . w(-1, t) q_t + sum_i (k_i . w(i, t) q_t) d_i,     i before or at t
@@ -520,8 +520,7 @@ class DeltaRuleKernel {
   static void multiply(float* x, const float* a, std::int64_t n) {
     map_vectors<Isa>(x, n, x, [a, n](V xi, std::int64_t i) {
       const std::int64_t rest = n - i;
-      return xi *
-             (rest < kLanes ? V::load_partial(a + i, static_cast<int>(rest)) : V::load(a + i));
+      return xi * (rest < kLanes ? V::load_partial(a + i, static_cast<int>(rest)) : V::load(a + i));
     });
   }
 
@@ -581,16 +580,16 @@ class DeltaRuleKernel {
       }
       const State* in = state_in(task, head);
       State* out = state_out(task, head);
-      for_each_block(task, [&](auto columns, std::int64_t column, std::int64_t at,
-                               std::int64_t pitch) {
-        using C = decltype(columns);
-        const State* s = in == nullptr ? nullptr : in + at;
-        if constexpr (kFlush) {
-          fold_block<C>(task, keys, records, column, s, out + at, pitch);
-          s = out + at;
-        }
-        solve_block<C>(task, head, column, s, pitch, window, terms, gates.beta, records);
-      });
+      for_each_block(
+          task, [&](auto columns, std::int64_t column, std::int64_t at, std::int64_t pitch) {
+            using C = decltype(columns);
+            const State* s = in == nullptr ? nullptr : in + at;
+            if constexpr (kFlush) {
+              fold_block<C>(task, keys, records, column, s, out + at, pitch);
+              s = out + at;
+            }
+            solve_block<C>(task, head, column, s, pitch, window, terms, gates.beta, records);
+          });
       append(task, head, gates);
     }
     if (task.appends_key) append_keys(task, k_scale);

@@ -3,7 +3,7 @@
 namespace replayssm::cpu {
 
 const DeltaRuleKernels& delta_rule_kernels_generic(bool bf16_checkpoint, bool bf16_activation,
-                                              bool channel_decay) {
+                                                   bool channel_decay) {
   return DeltaRuleKernelTable<GenericIsa>::get(bf16_checkpoint, bf16_activation, channel_decay);
 }
 
