@@ -1,5 +1,5 @@
-// Gated DeltaNet and Kimi Delta Attention steps on the CPU against the memory bandwidth this program
-// measures itself, and against verification by one state snapshot per draft token.
+// Gated DeltaNet and Kimi Delta Attention steps on the CPU against the memory bandwidth this
+// program measures itself, and against verification by one state snapshot per draft token.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -128,8 +128,8 @@ class SnapshotCase : public BenchCase {
   }
 
   void run(std::int64_t layer) {
-    const cpu::DeltaRuleKernels& kernels = cpu::delta_rule_kernels(
-        context_.isa, DType::kF32, DType::kF32, shape_.channel_decay);
+    const cpu::DeltaRuleKernels& kernels =
+        cpu::delta_rule_kernels(context_.isa, DType::kF32, DType::kF32, shape_.channel_decay);
     context_.parallel_for(batch_ * shape_.key_heads, [&](std::int64_t item, int) {
       const std::int64_t row = item / shape_.key_heads;
       const std::int64_t base = base_[static_cast<std::size_t>(row)];
@@ -189,9 +189,9 @@ std::vector<std::unique_ptr<BenchCase>> all_cases(const BenchFamily& family,
 
 int run_family(int argc, char** argv, const char* title, const RecurrenceShape& recurrence,
                const DeltaRuleShape& shape) {
-  const BenchFamily family{
-      "delta_rule_cpu_bench", title, recurrence,
-      [&](std::int64_t tokens) { return std::make_unique<DeltaOp>(shape, tokens); }};
+  const BenchFamily family{"delta_rule_cpu_bench", title, recurrence, [&](std::int64_t tokens) {
+                             return std::make_unique<DeltaOp>(shape, tokens);
+                           }};
   return bench_main(argc, argv, family, [&](std::int64_t batch, const CpuContext& context) {
     return all_cases(family, shape, batch, context);
   });

@@ -107,7 +107,8 @@ class StepCase : public BenchCase {
     // A first committed token makes every state non-zero; then phases drift apart.
     run(RowKind::kCommitted, 1);
     if (options.kind == RowKind::kTentative) {
-      for (int i = 0; i < 3 * options.limits.window / options.tokens; ++i) run(options.kind, options.tokens, true);
+      for (int i = 0; i < 3 * options.limits.window / options.tokens; ++i)
+        run(options.kind, options.tokens, true);
     }
   }
 
@@ -164,7 +165,8 @@ class StepCase : public BenchCase {
   std::mt19937 random_;
 };
 
-void run_group(const BenchFamily& family, const MakeCases& make_cases, const CpuContext& context, std::int64_t batch, double seconds) {
+void run_group(const BenchFamily& family, const MakeCases& make_cases, const CpuContext& context,
+               std::int64_t batch, double seconds) {
   Memory memory(resident_bytes());
   const std::vector<std::unique_ptr<BenchCase>> cases = make_cases(batch, context);
   std::vector<double> read, read_write;
@@ -190,13 +192,13 @@ void run_group(const BenchFamily& family, const MakeCases& make_cases, const Cpu
   for (std::size_t i = 0; i < cases.size(); ++i) {
     const BenchCase& row = *cases[i];
     const double per_row = median(times[i]) / static_cast<double>(batch);
-    const double state = static_cast<double>(family.state_elements()) *
-                         static_cast<double>(size_of(row.checkpoint));
+    const double state =
+        static_cast<double>(family.state_elements()) * static_cast<double>(size_of(row.checkpoint));
     if (row.is_plain) {
       plain = per_row;
       const double rate = 2 * state / per_row * 1e-9;
-      std::printf("| %s | %.1f | 1.00 | %.1f | %.0f%% |\n", row.name.c_str(), per_row * 1e6,
-                  rate, 100 * rate / read_write_rate);
+      std::printf("| %s | %.1f | 1.00 | %.1f | %.0f%% |\n", row.name.c_str(), per_row * 1e6, rate,
+                  100 * rate / read_write_rate);
     } else {
       std::printf("| %s | %.1f | %.2f | %.1f | - |\n", row.name.c_str(), per_row * 1e6,
                   per_row / plain, state / per_row * 1e-9);

@@ -1,5 +1,5 @@
-// What the benchmarks of the recurrent steps share: cases over a StatePool, the memory bandwidth that
-// the program measures beside them, and the table.
+// What the benchmarks of the recurrent steps share: cases over a StatePool, the memory bandwidth
+// that the program measures beside them, and the table.
 //
 // Every case cycles over enough layers that the states exceed the last-level cache, as in real
 // decoding, where a layer's state is cold when its turn comes. Cases that are compared run
@@ -79,8 +79,8 @@ inline constexpr ReplayLimits kDecodeLimits{.window = 16, .draft_capacity = 1};
 inline constexpr ReplayLimits kVerifyLimits{.window = 16, .draft_capacity = 4};
 
 /// All rows for a batch size.
-using MakeCases = std::function<std::vector<std::unique_ptr<BenchCase>>(
-    std::int64_t batch, const CpuContext& context)>;
+using MakeCases = std::function<std::vector<std::unique_ptr<BenchCase>>(std::int64_t batch,
+                                                                        const CpuContext& context)>;
 
 /// The program: parses --threads, --batch, --seconds, runs and prints a table for each.
 int bench_main(int argc, char** argv, const BenchFamily& family, const MakeCases& make_cases);
