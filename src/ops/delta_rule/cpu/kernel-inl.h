@@ -166,6 +166,17 @@ class DeltaRuleKernel {
     return (task.first_place + task.live + token) % task.places;
   }
 
+  /// Asks for the same row of the next tile, while arithmetic on this one leaves memory idle. Heads
+  /// follow one another, so past the last tile this is the next head's; past the last head it is a
+  /// harmless hint.
+  template <typename C, typename T>
+  static void prefetch_next_tile(const T* row, std::int64_t pitch, std::int64_t key_dim) {
+    constexpr std::int64_t kLine = 64 / static_cast<std::int64_t>(sizeof(T));
+    for (std::int64_t i = 0; i < C::N * kLanes; i += kLine) {
+      __builtin_prefetch(row + key_dim * pitch + i);
+    }
+  }
+
   // ---- Keys, queries and gates of tokens and records ----
 
   /// 1 / |x|, or 1 where the model does not normalize.
@@ -366,6 +377,7 @@ class DeltaRuleKernel {
       for (int h = 0; h < 2; ++h) {
         const V kn = V::broadcast(k[n + h]);
         if constexpr (kChannelDecay) a = V::broadcast(decay[n + h]);
+        if constexpr (!kNext) prefetch_next_tile<C>(to + (n + h) * to_pitch, to_pitch, key_dim);
         for (int i = 0; i < N; ++i) {
           const V old = from == nullptr ? V::zero() : C::load(from + (n + h) * from_pitch, i);
           V s = fma(old, a, kn * di[i]);
@@ -704,19 +716,19 @@ class DeltaRuleKernel {
                         const float (*rows)[kMaxKeyDim], int count, V (*out)[C::N]) {
     constexpr int kMost = kLanes > 8 ? 8 : 4;
     int r = 0;
-    for (; r + kMost <= count; r += kMost) {
-      read_some<C, kMost>(s, pitch, key_dim, rows + r, out + r);
+    for (; r + kMost < count; r += kMost) {
+      read_some<C, kMost, false>(s, pitch, key_dim, rows + r, out + r);
     }
-    if constexpr (kMost > 4) {
-      if (r + 4 <= count) {
-        read_some<C, 4>(s, pitch, key_dim, rows + r, out + r);
-        r += 4;
-      }
+    if (count - r > 4) {
+      if (count - r == 8) return read_some<C, 8, true>(s, pitch, key_dim, rows + r, out + r);
+      read_some<C, 4, false>(s, pitch, key_dim, rows + r, out + r);
+      r += 4;
     }
-    if (r < count) read_some<C, 2>(s, pitch, key_dim, rows + r, out + r);
+    if (count - r == 4) return read_some<C, 4, true>(s, pitch, key_dim, rows + r, out + r);
+    read_some<C, 2, true>(s, pitch, key_dim, rows + r, out + r);
   }
 
-  template <typename C, int kCount>
+  template <typename C, int kCount, bool kPrefetch>
   static void read_some(const State* s, std::int64_t pitch, std::int64_t key_dim,
                         const float (*rows)[kMaxKeyDim], V (*out)[C::N]) {
     V sum[kCount][C::N];
@@ -724,6 +736,7 @@ class DeltaRuleKernel {
       for (V& lane : row) lane = V::zero();
     }
     for (std::int64_t n = 0; n < key_dim; ++n) {
+      if constexpr (kPrefetch) prefetch_next_tile<C>(s + n * pitch, pitch, key_dim);
       V sn[C::N];
       for (int j = 0; j < C::N; ++j) sn[j] = C::load(s + n * pitch, j);
       for (int r = 0; r < kCount; ++r) {
