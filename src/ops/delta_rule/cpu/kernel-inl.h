@@ -177,6 +177,28 @@ class DeltaRuleKernel {
     }
   }
 
+  /// One block's share of asking for what the next head reads of the live records: a few short runs
+  /// per field, too short for hardware prefetchers. Where the next head has another key head, its
+  /// keys too. Past the last head these are harmless hints.
+  template <bool kFlush>
+  static void prefetch_next_records(const DeltaRuleTask& task, std::int64_t head, int block) {
+    const std::int64_t blocks = (task.value_dim + kBlock - 1) / kBlock;
+    const auto lines = [](const auto* p, std::int64_t n) {
+      constexpr std::int64_t kLine = 64 / static_cast<std::int64_t>(sizeof *p);
+      for (std::int64_t i = 0; i < n; i += kLine) __builtin_prefetch(p + i);
+    };
+    for (std::int64_t i = block; i < task.live; i += blocks) {
+      const std::int64_t place = (task.first_place + i) % task.places;
+      const std::int64_t at = (head + 1) * task.places + place;
+      if constexpr (kChannelDecay) lines(task.ring_log_decay + at * task.key_dim, task.key_dim);
+      const void* values = kFlush ? task.ring_v : task.ring_delta;
+      lines(static_cast<const Act*>(values) + at * task.value_dim, task.value_dim);
+      if (head + 1 < task.head_end) continue;
+      const std::int64_t key_at = (task.key_head + 1) * task.places + place;
+      lines(static_cast<const Act*>(task.ring_k) + key_at * task.key_dim, task.key_dim);
+    }
+  }
+
   // ---- Keys, queries and gates of tokens and records ----
 
   /// 1 / |x|, or 1 where the model does not normalize.
@@ -326,12 +348,7 @@ class DeltaRuleKernel {
     /// decay * k of entry i.
     void decayed_key(int i, std::int64_t key_dim, float* out) const {
       if constexpr (kChannelDecay) {
-        const float* a = decay[i];
-        map_vectors<Isa>(k[i], key_dim, out, [a, key_dim](V x, std::int64_t n) {
-          const std::int64_t rest = key_dim - n;
-          return x *
-                 (rest < kLanes ? V::load_partial(a + n, static_cast<int>(rest)) : V::load(a + n));
-        });
+        multiply(k[i], decay[i], key_dim, out);
       } else {
         const V a = V::broadcast(decay[i][0]);
         map_vectors<Isa>(k[i], key_dim, out, [a](V x, std::int64_t) { return x * a; });
@@ -528,9 +545,9 @@ class DeltaRuleKernel {
     for (int i = 0; i < kCount; ++i) out[i] = sum[i];
   }
 
-  /// x *= a, over the channels.
-  static void multiply(float* x, const float* a, std::int64_t n) {
-    map_vectors<Isa>(x, n, x, [a, n](V xi, std::int64_t i) {
+  /// out = x * a, over the channels; out may be x.
+  static void multiply(const float* x, const float* a, std::int64_t n, float* out) {
+    map_vectors<Isa>(x, n, out, [a, n](V xi, std::int64_t i) {
       const std::int64_t rest = n - i;
       return xi * (rest < kLanes ? V::load_partial(a + i, static_cast<int>(rest)) : V::load(a + i));
     });
@@ -544,7 +561,8 @@ class DeltaRuleKernel {
     for (int s = tokens - 1; s >= 0; --s) {
       dot_all(k[s], task.key_dim, window.rows, 2 * s, 2 * tokens, window.scores[live + s]);
       if constexpr (kChannelDecay) {
-        for (int r = 2 * s; r < 2 * tokens; ++r) multiply(window.rows[r], decay[s], task.key_dim);
+        for (int r = 2 * s; r < 2 * tokens; ++r)
+          multiply(window.rows[r], decay[s], task.key_dim, window.rows[r]);
       }
     }
   }
@@ -592,9 +610,11 @@ class DeltaRuleKernel {
       }
       const State* in = state_in(task, head);
       State* out = state_out(task, head);
+      int block = 0;
       for_each_block(
           task, [&](auto columns, std::int64_t column, std::int64_t at, std::int64_t pitch) {
             using C = decltype(columns);
+            prefetch_next_records<kFlush>(task, head, block++);
             const State* s = in == nullptr ? nullptr : in + at;
             if constexpr (kFlush) {
               fold_block<C>(task, keys, records, column, s, out + at, pitch);
@@ -618,12 +638,11 @@ class DeltaRuleKernel {
     for (std::int64_t n = 0; n < task.key_dim; ++n) weight[n] = 1.0f;
     alignas(64) float key[kMaxKeyDim];
     for (int i = live - 1; i >= 0; --i) {
-      std::memcpy(key, keys.k[i], sizeof(float) * static_cast<std::size_t>(task.key_dim));
-      multiply(key, weight, task.key_dim);
+      multiply(keys.k[i], weight, task.key_dim, key);
       dot_all(key, task.key_dim, window.rows, 0, rows, window.scores[i]);
-      if constexpr (kChannelDecay) multiply(weight, records.decay[i], task.key_dim);
+      if constexpr (kChannelDecay) multiply(weight, records.decay[i], task.key_dim, weight);
     }
-    for (int r = 0; r < rows; ++r) multiply(window.rows[r], weight, task.key_dim);
+    for (int r = 0; r < rows; ++r) multiply(window.rows[r], weight, task.key_dim, window.rows[r]);
   }
 
   /// The weighted scores of one head, and the weight of S0 by token.
