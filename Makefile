@@ -6,7 +6,7 @@ help:
 	@echo "make build   release build into build/"
 	@echo "make demo    generate text in place, by replay and with drafts, and compare"
 	@echo "make test    build and run all tests"
-	@echo "make bench   the Mamba-2 step against this machine's memory bandwidth"
+	@echo "make bench   the recurrent steps against this machine's memory bandwidth"
 	@echo "make format  format the sources; make lint: check format and run clang-tidy"
 
 setup:
@@ -25,6 +25,8 @@ test: build
 
 bench: build
 	build/bin/mamba2_cpu_bench
+	build/bin/delta_rule_cpu_bench gated_delta_net
+	build/bin/delta_rule_cpu_bench kimi_delta_attention
 
 format:
 	tools/format.sh -i

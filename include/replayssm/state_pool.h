@@ -9,7 +9,7 @@
 //   auto pool = StatePool::create(options);
 //   pool->reset(slot);
 //   auto step = pool->begin_step(rows);
-//   for (layer ...) { causal_conv1d_step(...); mamba2_step(...); }
+//   for (layer ...) { causal_conv1d_step(...); mamba2_step(...); }  // or another family's step
 //   pool->commit(*step, accepted);
 //
 // Memory a sequence does not own (free slots, places without a live record) is never read: masking
@@ -47,6 +47,30 @@ struct Mamba2Shape {
   friend bool operator==(const Mamba2Shape&, const Mamba2Shape&) = default;
 };
 
+/// Gated DeltaNet recurrence: `value_heads` states of key_dim x value_dim; q and k are shared by
+/// the value_heads / key_heads consecutive value heads of a key head.
+struct GatedDeltaNetShape {
+  std::int64_t key_heads = 0;
+  std::int64_t value_heads = 0;  // a multiple of key_heads
+  std::int64_t key_dim = 0;      // K, a multiple of 8, at most 256
+  std::int64_t value_dim = 0;    // V, a multiple of 8, at most 256
+
+  std::int64_t state_elements() const { return value_heads * key_dim * value_dim; }
+
+  friend bool operator==(const GatedDeltaNetShape&, const GatedDeltaNetShape&) = default;
+};
+
+/// Kimi Delta Attention recurrence: `heads` states of key_dim x value_dim, a decay per key channel.
+struct KimiDeltaAttentionShape {
+  std::int64_t heads = 0;
+  std::int64_t key_dim = 0;    // K, a multiple of 8, at most 256
+  std::int64_t value_dim = 0;  // V, a multiple of 8, at most 256
+
+  std::int64_t state_elements() const { return heads * key_dim * value_dim; }
+
+  friend bool operator==(const KimiDeltaAttentionShape&, const KimiDeltaAttentionShape&) = default;
+};
+
 /// Depthwise causal convolution in front of a recurrence; width 0 means none.
 struct ConvShape {
   std::int64_t channels = 0;
@@ -55,8 +79,11 @@ struct ConvShape {
   friend bool operator==(const ConvShape&, const ConvShape&) = default;
 };
 
-/// One alternative per recurrence family.
-using RecurrenceShape = std::variant<Mamba2Shape>;
+/// One alternative per recurrence family. Saved states name a family by its index.
+using RecurrenceShape = std::variant<Mamba2Shape, GatedDeltaNetShape, KimiDeltaAttentionShape>;
+
+/// "mamba2", "gated_delta_net", "kimi_delta_attention".
+const char* family_name(const RecurrenceShape& shape);
 
 struct LayerSpec {
   RecurrenceShape recurrence;
@@ -160,7 +187,8 @@ class StatePool {
 
   /// Gives a Mamba-2 layer its A = -exp(A_log), (heads). The pool keeps it because decays are a
   /// function of A and the recorded dt, and folds happen outside of steps too (materialize, load).
-  /// Steps and folds of the layer are refused before. A CUDA pool uploads them, and waits.
+  /// Steps and folds of the layer are refused before. A CUDA pool uploads them, and waits. Layers
+  /// of the other families need nothing of the kind: their records hold everything a fold asks for.
   Status set_mamba2_a(int layer, std::span<const float> a);
 
   // ---- Slots. A slot is free, ready, inside a step, or invalid (after a failed step): see

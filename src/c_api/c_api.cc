@@ -35,8 +35,10 @@ struct rssm_image {
   std::vector<std::byte> bytes;
 };
 
-namespace replayssm {
 namespace {
+
+// Every second word below is a name of the C++ interface.
+using namespace replayssm;  // NOLINT(google-build-using-namespace)
 
 static_assert(static_cast<int>(StatusCode::kOk) == RSSM_OK);
 static_assert(static_cast<int>(StatusCode::kInvalidArgument) == RSSM_INVALID_ARGUMENT);
@@ -179,14 +181,13 @@ Result<StatePoolOptions> pool_options(const rssm_pool_options* o) {
 
 }  // namespace
 
-// C linkage makes these the header's functions although they are in a namespace.
 extern "C" {
 
 const char* rssm_last_error(void) { return last_error; }
 
 int rssm_version(void) { return RSSM_VERSION_MAJOR * 1000 + RSSM_VERSION_MINOR; }
 
-rssm_status rssm_device_count(rssm_device_kind kind, int32_t* count) {
+rssm_status rssm_device_count(int32_t kind, int32_t* count) {
   return guarded([&]() -> Status {
     RSSM_RETURN_IF_ERROR(check_not_null("count", count));
     RSSM_ASSIGN_OR_RETURN(const DeviceKind k, device_kind(kind));
@@ -195,8 +196,7 @@ rssm_status rssm_device_count(rssm_device_kind kind, int32_t* count) {
   });
 }
 
-rssm_status rssm_device_query(rssm_device_kind kind, int32_t index,
-                              rssm_device_properties* properties) {
+rssm_status rssm_device_query(int32_t kind, int32_t index, rssm_device_properties* properties) {
   return guarded([&]() -> Status {
     RSSM_RETURN_IF_ERROR(check_not_null("properties", properties));
     RSSM_ASSIGN_OR_RETURN(const DeviceKind k, device_kind(kind));
@@ -615,5 +615,3 @@ rssm_status rssm_causal_conv1d_step(rssm_pool* pool, const rssm_context* context
 }
 
 }  // extern "C"
-
-}  // namespace replayssm

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <sstream>
 
+#include "ops/delta_rule/shape.h"
+
 #if defined(__linux__)
 #include <unistd.h>
 #endif
@@ -10,7 +12,7 @@
 namespace replayssm {
 namespace {
 
-// Nominal rates of one core. Only their proportions matter; docs/kernels/mamba2-cpu.md holds the
+// Nominal rates of one core. Only their proportions matter; docs/kernels/ holds the
 // measurements they come from.
 constexpr double kClock = 3e9;             // Hz
 constexpr double kMemoryBandwidth = 10e9;  // bytes/s read from memory
@@ -54,32 +56,65 @@ struct Seconds {
   double replay = 0;
 };
 
-/// One token of one sequence in one layer.
-Seconds layer_seconds(const Machine& machine, const Mamba2Shape& shape,
-                      const StatePoolOptions& options) {
-  const auto elements = static_cast<double>(shape.state_elements());
+/// What a family asks for, per token of one sequence in one layer. Operations are vector operations
+/// per element of the state.
+struct Work {
+  double elements = 0;
+  double record_bytes = 0;  // what outputs read of a record
+  double plain_ops = 0;     // a token in place
+  double read_ops = 0;      // a token's products with the checkpoint
+  double fold_ops = 0;      // a record into the checkpoint
+};
+
+Work work_of(const Mamba2Shape& shape, double activation) {
+  const auto heads = static_cast<double>(shape.heads);
+  return {.elements = static_cast<double>(shape.state_elements()),
+          .record_bytes = (heads * static_cast<double>(shape.head_dim) +
+                           static_cast<double>(shape.groups * shape.state_size)) *
+                              activation +
+                          heads * sizeof(float),
+          .plain_ops = 3,
+          .read_ops = 1,
+          .fold_ops = 2};
+}
+
+/// The delta comes from a product with the state of its own, hence an operation more for
+/// everything.
+Work work_of(const DeltaRuleShape& shape, double activation) {
+  const auto keys = static_cast<double>(shape.key_heads * shape.key_dim);
+  const auto values = static_cast<double>(shape.value_heads * shape.value_dim);
+  const auto decays = static_cast<double>(shape.value_heads * shape.decays());
+  return {.elements = static_cast<double>(shape.state_elements()),
+          .record_bytes = (keys + values) * activation + decays * sizeof(float),
+          .plain_ops = 4,
+          .read_ops = 2,
+          .fold_ops = 3};
+}
+Work work_of(const GatedDeltaNetShape& shape, double activation) {
+  return work_of(delta_rule(shape), activation);
+}
+Work work_of(const KimiDeltaAttentionShape& shape, double activation) {
+  return work_of(delta_rule(shape), activation);
+}
+
+Seconds layer_seconds(const Machine& machine, const Work& work, const StatePoolOptions& options) {
   const auto width = static_cast<double>(size_of(options.checkpoint));
   const bool narrow = options.checkpoint != DType::kF32;
   const double decode = narrow ? kDecodeOps : 0;
   const double encode = narrow ? kEncodeOps : 0;
   const double window = options.limits.window;
-  const double read = elements * width / machine.bandwidth;
+  const double read = work.elements * width / machine.bandwidth;
   const double rewrite = read * (1 + kWriteShare);
   const auto time = [&](double memory, double ops_per_element) {
-    return std::max(memory, elements * ops_per_element / machine.ops);
+    return std::max(memory, work.elements * ops_per_element / machine.ops);
   };
-  // A record takes a multiplication and a multiply-add per element, a dot product one.
-  const double fold = 2 * window;
-  const double record =
-      static_cast<double>((shape.heads * shape.head_dim + shape.groups * shape.state_size) *
-                              static_cast<std::int64_t>(size_of(options.activation)) +
-                          shape.heads * static_cast<std::int64_t>(sizeof(float)));
-  const double ring = (window + 1) / 2 * record / machine.bandwidth;
+  const double ring = (window + 1) / 2 * work.record_bytes / machine.bandwidth;
   Seconds seconds;
-  seconds.plain = time(rewrite, 3 + decode + encode);
-  seconds.replay =
-      ((window - 1) * time(read, 1 + decode) + time(rewrite, 1 + fold + decode + encode)) / window +
-      ring;
+  seconds.plain = time(rewrite, work.plain_ops + decode + encode);
+  seconds.replay = ((window - 1) * time(read, work.read_ops + decode) +
+                    time(rewrite, work.read_ops + work.fold_ops * window + decode + encode)) /
+                       window +
+                   ring;
   return seconds;
 }
 
@@ -98,9 +133,10 @@ Result<DecodePlan> choose_decode(const CpuContext& context, const StatePoolOptio
                         .ops = threads * kClock * kOpsPerCycle * lanes(context.isa)};
   DecodePlan plan;
   for (const LayerSpec& layer : options.layers) {
-    const Seconds seconds =
-        std::visit([&](const Mamba2Shape& shape) { return layer_seconds(machine, shape, options); },
-                   layer.recurrence);
+    const auto activation = static_cast<double>(size_of(options.activation));
+    const Work work =
+        std::visit([&](const auto& shape) { return work_of(shape, activation); }, layer.recurrence);
+    const Seconds seconds = layer_seconds(machine, work, options);
     plan.plain_seconds += seconds.plain;
     plan.replay_seconds += seconds.replay;
   }

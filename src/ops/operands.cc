@@ -1,5 +1,7 @@
 #include "ops/operands.h"
 
+#include <cstring>
+
 namespace replayssm {
 namespace {
 
@@ -43,6 +45,17 @@ Status check_packed(const char* name, const TensorView& view, DType dtype,
                             ", expected 1 (contiguous)");
   }
   return {};
+}
+
+void zero_tokens(const TensorView& output, const StepRow& row) {
+  const auto element = static_cast<std::int64_t>(size_of(output.dtype));
+  for (std::int64_t t = 0; t < row.token_count; ++t) {
+    std::byte* token = static_cast<std::byte*>(at_token(output, row.token_begin + t));
+    for (std::int64_t h = 0; h < output.shape[1]; ++h) {
+      std::memset(token + h * output.strides[1] * element, 0,
+                  static_cast<std::size_t>(output.shape[2] * element));
+    }
+  }
 }
 
 }  // namespace replayssm

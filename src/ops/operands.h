@@ -5,6 +5,7 @@
 #include <initializer_list>
 
 #include "replayssm/status.h"
+#include "replayssm/step.h"
 #include "replayssm/tensor.h"
 
 namespace replayssm {
@@ -22,5 +23,8 @@ inline void* at_token(const TensorView& view, std::int64_t token) {
   return static_cast<std::byte*>(view.data) +
          token * view.strides[0] * static_cast<std::int64_t>(size_of(view.dtype));
 }
+
+/// Zeros a row's tokens of an output (tokens, heads, inner).
+void zero_tokens(const TensorView& output, const StepRow& row);
 
 }  // namespace replayssm

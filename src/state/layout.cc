@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "ops/delta_rule/shape.h"
 #include "state/device_pool.h"
 
 namespace replayssm {
@@ -13,7 +14,7 @@ std::size_t round_up(std::size_t value, std::size_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-Status check_mamba2(int layer, const Mamba2Shape& shape) {
+Status check_recurrence(int layer, const Mamba2Shape& shape) {
   const auto refuse = [&](const char* what, std::int64_t found, const char* expected) {
     return invalid_argument("layer ", layer, ": mamba2 ", what, " is ", found, ", expected ",
                             expected);
@@ -30,6 +31,39 @@ Status check_mamba2(int layer, const Mamba2Shape& shape) {
                             ", expected a divisor of heads ", shape.heads);
   }
   return {};
+}
+
+/// Heads are checked by the families.
+Status check_delta_rule(int layer, const char* family, const DeltaRuleShape& shape) {
+  for (const auto& [what, found] :
+       {std::pair{"key_dim", shape.key_dim}, std::pair{"value_dim", shape.value_dim}}) {
+    if (found < 8 || found > 256 || found % 8 != 0) {
+      return invalid_argument("layer ", layer, ": ", family, " ", what, " is ", found,
+                              ", expected a multiple of 8 in 8..256");
+    }
+  }
+  return {};
+}
+
+Status check_recurrence(int layer, const GatedDeltaNetShape& shape) {
+  if (shape.key_heads < 1 || shape.key_heads > 65536) {
+    return invalid_argument("layer ", layer, ": gated_delta_net key_heads is ", shape.key_heads,
+                            ", expected 1..65536");
+  }
+  if (shape.value_heads < 1 || shape.value_heads > 65536 ||
+      shape.value_heads % shape.key_heads != 0) {
+    return invalid_argument("layer ", layer, ": gated_delta_net value_heads is ", shape.value_heads,
+                            ", expected a multiple of key_heads ", shape.key_heads, " up to 65536");
+  }
+  return check_delta_rule(layer, "gated_delta_net", delta_rule(shape));
+}
+
+Status check_recurrence(int layer, const KimiDeltaAttentionShape& shape) {
+  if (shape.heads < 1 || shape.heads > 65536) {
+    return invalid_argument("layer ", layer, ": kimi_delta_attention heads is ", shape.heads,
+                            ", expected 1..65536");
+  }
+  return check_delta_rule(layer, "kimi_delta_attention", delta_rule(shape));
 }
 
 Status check_conv(int layer, const ConvShape& conv) {
@@ -82,32 +116,52 @@ void add_field(PageLayout& layout, Field field) {
   layout.fields.push_back(field);
 }
 
-void add_recurrence(PageLayout& layout, const Mamba2Shape& shape, const StatePoolOptions& options) {
-  const std::int64_t places = options.limits.record_places();
-  add_field(layout, {.name = "checkpoint",
-                     .kind = FieldKind::kCheckpoint,
-                     .dtype = options.checkpoint,
-                     .outer = shape.heads,
-                     .inner = shape.head_dim * shape.state_size});
-  add_field(layout, {.name = "x",
-                     .kind = FieldKind::kRecord,
-                     .dtype = options.activation,
-                     .outer = shape.heads,
-                     .places = places,
-                     .inner = shape.head_dim});
-  add_field(layout, {.name = "b",
-                     .kind = FieldKind::kRecord,
-                     .dtype = options.activation,
-                     .outer = shape.groups,
-                     .places = places,
-                     .inner = shape.state_size});
-  add_field(layout, {.name = "dt",
-                     .kind = FieldKind::kRecord,
-                     .dtype = DType::kF32,
-                     .outer = shape.heads,
-                     .places = places,
-                     .inner = 1});
-}
+class RecurrenceFields {
+ public:
+  RecurrenceFields(PageLayout& layout, const StatePoolOptions& options)
+      : layout_(layout), options_(options) {}
+
+  void add(const Mamba2Shape& shape) {
+    checkpoint(shape.heads, shape.head_dim * shape.state_size);
+    record("x", options_.activation, shape.heads, shape.head_dim);
+    record("b", options_.activation, shape.groups, shape.state_size);
+    record("dt", DType::kF32, shape.heads, 1);
+  }
+  void add(const GatedDeltaNetShape& shape) { add(delta_rule(shape)); }
+  void add(const KimiDeltaAttentionShape& shape) { add(delta_rule(shape)); }
+
+ private:
+  void add(const DeltaRuleShape& shape) {
+    checkpoint(shape.value_heads, shape.key_dim * shape.value_dim);
+    // What the op received, for folds: k, its scale to unit length, v, and both gates.
+    record("k", options_.activation, shape.key_heads, shape.key_dim);
+    record("k_scale", DType::kF32, shape.key_heads, 1);
+    record("v", options_.activation, shape.value_heads, shape.value_dim);
+    record("log_decay", DType::kF32, shape.value_heads, shape.decays());
+    record("beta", DType::kF32, shape.value_heads, 1);
+    // What the token's step solved, for later outputs.
+    record("delta", options_.activation, shape.value_heads, shape.value_dim);
+  }
+
+  void checkpoint(std::int64_t outer, std::int64_t inner) {
+    add_field(layout_, {.name = "checkpoint",
+                        .kind = FieldKind::kCheckpoint,
+                        .dtype = options_.checkpoint,
+                        .outer = outer,
+                        .inner = inner});
+  }
+  void record(const char* name, DType dtype, std::int64_t outer, std::int64_t inner) {
+    add_field(layout_, {.name = name,
+                        .kind = FieldKind::kRecord,
+                        .dtype = dtype,
+                        .outer = outer,
+                        .places = options_.limits.record_places(),
+                        .inner = inner});
+  }
+
+  PageLayout& layout_;
+  const StatePoolOptions& options_;
+};
 
 }  // namespace
 
@@ -125,10 +179,10 @@ Result<std::vector<PageLayout>> page_layouts(const StatePoolOptions& options) {
     const LayerSpec& spec = options.layers[i];
     const int layer = static_cast<int>(i);
     RSSM_RETURN_IF_ERROR(
-        std::visit([&](const auto& s) { return check_mamba2(layer, s); }, spec.recurrence));
+        std::visit([&](const auto& s) { return check_recurrence(layer, s); }, spec.recurrence));
     RSSM_RETURN_IF_ERROR(check_conv(layer, spec.conv));
     PageLayout layout;
-    std::visit([&](const auto& s) { add_recurrence(layout, s, options); }, spec.recurrence);
+    std::visit([&](const auto& s) { RecurrenceFields(layout, options).add(s); }, spec.recurrence);
     if (spec.conv.width > 0) {
       add_field(layout, {.name = "conv",
                          .kind = FieldKind::kConv,

@@ -2,10 +2,11 @@
 // kernels' pointers all come from here.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
-#include <map>
 #include <string>
 #include <vector>
 
@@ -41,8 +42,26 @@ struct PageLayout {
   const Field& field(const char* name) const;
 };
 
-/// Records outside a pool: each record field by name as (outer, count, inner), oldest first.
-using ExternalRecords = std::map<std::string, std::byte*, std::less<>>;
+/// The record fields of one layer by name, each (outer, places, inner).
+class RecordPointers {
+ public:
+  void add(const char* name, std::byte* data) { fields_[count_++] = {name, data}; }
+  std::byte* at(const char* name) const {
+    for (std::size_t i = 0; i < count_; ++i) {
+      if (std::strcmp(fields_[i].name, name) == 0) return fields_[i].data;
+    }
+    return nullptr;  // unreachable: names are those of the layout
+  }
+
+ private:
+  static constexpr std::size_t kMaxFields = 8;
+  struct Field {
+    const char* name;
+    std::byte* data;
+  };
+  std::array<Field, kMaxFields> fields_{};
+  std::size_t count_ = 0;
+};
 
 /// Checks geometry, types and limits; the layouts of all layers in order.
 Result<std::vector<PageLayout>> page_layouts(const StatePoolOptions& options);

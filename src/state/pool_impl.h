@@ -51,6 +51,9 @@ struct StatePool::Impl {
   const std::byte* field(int layer, std::int64_t slot, const Field& f) const {
     return const_cast<Impl*>(this)->field(layer, slot, f);
   }
+  const RecurrenceShape& recurrence(int layer) const {
+    return options.layers[static_cast<std::size_t>(layer)].recurrence;
+  }
   const PageLayout& layout(int layer) const { return layouts[static_cast<std::size_t>(layer)]; }
 
   Status check_layer(int layer) const;
@@ -67,6 +70,18 @@ struct StatePool::Impl {
   Status check_current(const Step& step) const;
   /// What a fold of the layer's records needs besides the records.
   Status check_parameters(int layer) const;
+
+  /// The layer's shape if it exists and is of this family.
+  template <typename Shape>
+  Result<const Shape*> shape_of(int layer, const char* family) const {
+    RSSM_RETURN_IF_ERROR(check_layer(layer));
+    const Shape* shape = std::get_if<Shape>(&recurrence(layer));
+    if (shape == nullptr) {
+      return failed_precondition("layer ", layer, " is a ", family_name(recurrence(layer)),
+                                 " layer, expected ", family);
+    }
+    return shape;
+  }
 
   /// An op's right to run: it is one for the pool's device, the layer exists and has the part, the
   /// step is current, and the part has not run in this step. `token_rows` is the shortest operand's
@@ -99,7 +114,7 @@ struct StatePool::Impl {
   std::vector<std::size_t> layer_offset;  // bytes, of slot 0's page
   std::vector<std::size_t> stride;        // bytes between a layer's pages
   std::vector<Slot> slots;
-  std::vector<std::vector<float>> mamba2_a;  // by layer; empty: not set
+  std::vector<std::vector<float>> mamba2_a;  // by layer; empty: not set, or another family
   std::byte* base = nullptr;
   std::shared_ptr<std::byte> owned;
   std::unique_ptr<DevicePool> gpu;  // null for a pool on the CPU

@@ -26,16 +26,29 @@ struct Geometry {
   std::int64_t value;
 };
 
+void add_geometry(std::vector<Geometry>& out, const Mamba2Shape& s) {
+  out.push_back({"heads", s.heads});
+  out.push_back({"head_dim", s.head_dim});
+  out.push_back({"state_size", s.state_size});
+  out.push_back({"groups", s.groups});
+}
+
+void add_geometry(std::vector<Geometry>& out, const GatedDeltaNetShape& s) {
+  out.push_back({"key_heads", s.key_heads});
+  out.push_back({"value_heads", s.value_heads});
+  out.push_back({"key_dim", s.key_dim});
+  out.push_back({"value_dim", s.value_dim});
+}
+
+void add_geometry(std::vector<Geometry>& out, const KimiDeltaAttentionShape& s) {
+  out.push_back({"heads", s.heads});
+  out.push_back({"key_dim", s.key_dim});
+  out.push_back({"value_dim", s.value_dim});
+}
+
 std::vector<Geometry> geometry(const LayerSpec& spec) {
   std::vector<Geometry> out{{"family", static_cast<std::int64_t>(spec.recurrence.index())}};
-  std::visit(
-      [&](const Mamba2Shape& s) {
-        out.push_back({"heads", s.heads});
-        out.push_back({"head_dim", s.head_dim});
-        out.push_back({"state_size", s.state_size});
-        out.push_back({"groups", s.groups});
-      },
-      spec.recurrence);
+  std::visit([&](const auto& s) { add_geometry(out, s); }, spec.recurrence);
   out.push_back({"convolution channels", spec.conv.channels});
   out.push_back({"convolution width", spec.conv.width});
   return out;
@@ -223,7 +236,7 @@ Status StatePool::Impl::load(const CpuContext& cpu, const CudaContext* cuda, std
     const PageLayout& layout = pool.layout(layer);
     if (cuda != nullptr) staging.assign(layout.bytes, std::byte{0xff});
     const LayerSpec& spec = pool.options.layers[static_cast<std::size_t>(layer)];
-    ExternalRecords records;
+    RecordPointers records;
     std::vector<std::vector<std::byte>> repacked;
     const std::byte* checkpoint = nullptr;
     for (std::size_t i = 0; i < layout.fields.size(); ++i) {
@@ -242,7 +255,7 @@ Status StatePool::Impl::load(const CpuContext& cpu, const CudaContext* cuda, std
       } else if (folds) {
         repacked.emplace_back(saved.size());
         read_entries(f, image.cursor.live(), repacked.back().data(), saved, 0, image.cursor.live());
-        records.emplace(f.name, repacked.back().data());
+        records.add(f.name, repacked.back().data());
       } else {
         read_entries(f, f.places, data, saved, cursor.checkpoint_position, cursor.live());
       }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <new>
 
@@ -84,6 +85,12 @@ const char* to_string(SlotCondition condition) {
       return "invalid after a failed step";
   }
   return "unknown";
+}
+
+const char* family_name(const RecurrenceShape& shape) {
+  constexpr const char* kNames[] = {"mamba2", "gated_delta_net", "kimi_delta_attention"};
+  static_assert(std::size(kNames) == std::variant_size_v<RecurrenceShape>);
+  return kNames[shape.index()];
 }
 
 const char* to_string(RowKind kind) {
@@ -188,16 +195,13 @@ std::int64_t StatePool::free_slots() const {
 }
 
 Status StatePool::set_mamba2_a(int layer, std::span<const float> a) {
-  RSSM_RETURN_IF_ERROR(impl_->check_layer(layer));
-  const auto index = static_cast<std::size_t>(layer);
-  const auto* shape = std::get_if<Mamba2Shape>(&impl_->options.layers[index].recurrence);
-  if (shape == nullptr) return failed_precondition("layer ", layer, " is not a mamba2 layer");
+  RSSM_ASSIGN_OR_RETURN(const Mamba2Shape* shape, impl_->shape_of<Mamba2Shape>(layer, "mamba2"));
   if (a.size() != static_cast<std::size_t>(shape->heads)) {
     return invalid_argument("layer ", layer, ": mamba2 A has ", a.size(), " values, expected ",
                             shape->heads, " (heads)");
   }
   if (impl_->gpu != nullptr) RSSM_RETURN_IF_ERROR(impl_->gpu->set_mamba2_a(layer, a));
-  impl_->mamba2_a[index].assign(a.begin(), a.end());
+  impl_->mamba2_a[static_cast<std::size_t>(layer)].assign(a.begin(), a.end());
   return {};
 }
 
@@ -209,6 +213,7 @@ Status StatePool::Impl::check_layer(int layer) const {
 }
 
 Status StatePool::Impl::check_parameters(int layer) const {
+  if (!std::holds_alternative<Mamba2Shape>(recurrence(layer))) return {};
   if (!mamba2_a[static_cast<std::size_t>(layer)].empty()) return {};
   return failed_precondition("layer ", layer, ": mamba2 A has not been set");
 }
@@ -305,7 +310,8 @@ Status StatePool::Impl::check_current(const Step& step) const {
 }
 
 Status StatePool::Impl::select_rows(const CudaContext& cuda, const Step& step) {
-  if (device_rows_of == step.generation_) return {};
+  // A graph that is replayed puts its own rows there without the host's knowledge.
+  if (device_rows_of == step.generation_ && (step.on_device_ || !cursors_on_device)) return {};
   std::vector<StepRow> rows = step.rows_;
   for (StepRow& row : rows) {
     if (row.slot >= 0 && !holds(step, row)) row.slot = -1;  // it may be in another step by now
@@ -508,7 +514,6 @@ Status StatePool::Impl::materialize(const CpuContext& cpu, const CudaContext* cu
     // On the device the records travel, and are folded where they arrive.
     RSSM_RETURN_IF_ERROR(gpu->copy(cuda->stream, src, dst, prefix));
     RSSM_RETURN_IF_ERROR(gpu->fold(cuda->stream, dst));
-    RSSM_RETURN_IF_ERROR(gpu->set_slot(cuda->stream, dst, to, SlotCondition::kReady));
     restart(dst, to);
     return poison_unused(cuda, dst);
   }

@@ -14,8 +14,8 @@
 #include "ops/mamba2_cases.h"
 #include "support/cuda_runner.h"
 #include "support/mamba2_harness.h"
-#include "support/mamba2_plan.h"
 #include "support/pool_access.h"
+#include "support/random_plan.h"
 
 namespace replayssm::testing {
 namespace {
@@ -46,7 +46,7 @@ TEST_P(CudaTable, MatchesOracle) {
     ASSERT_TRUE(is_ok(pool.reset(kCuda, slot)));
   }
   Mamba2CudaRunner runner(model, pool);
-  for (const PlannedStep& step : plan_steps(model, 11)) {
+  for (const PlannedStep& step : random_plan(model, 11)) {
     for (const std::int32_t slot : step.restarted) ASSERT_TRUE(is_ok(pool.reset(kCuda, slot)));
     for (const std::int32_t slot : step.forced) ASSERT_TRUE(is_ok(pool.force_flush(kCuda, slot)));
     const StepOutput output = runner.step(step.rows);

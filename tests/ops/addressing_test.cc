@@ -5,7 +5,9 @@
 #include <string>
 #include <vector>
 
+#include "ops/delta_rule_cases.h"
 #include "ops/mamba2_cases.h"
+#include "support/delta_rule_harness.h"
 #include "support/mamba2_harness.h"
 #include "support/pool_access.h"
 #include "support/virtual_memory.h"
@@ -14,9 +16,10 @@ namespace replayssm::testing {
 namespace {
 
 /// A history that uses everything that writes to a pool.
-std::vector<float> exercise(const Mamba2Model& model, StatePool& pool, const CpuContext& context,
+template <typename Model>
+std::vector<float> exercise(const Model& model, StatePool& pool, const CpuContext& context,
                             std::span<const std::int32_t> slots) {
-  Mamba2Runner runner(model, pool, context);
+  typename Model::Runner runner(model, pool, context);
   std::vector<float> all;
   const auto add = [&](const StepOutput& output) {
     for (const auto& row : output) {
@@ -66,74 +69,95 @@ Mamba2Case addressing_case(DType type) {
   return c;
 }
 
-// C81: pages of 1.5 times their contents and more, layers one after the other in one allocation:
-// bytes that belong to nobody keep their value, and results do not depend on the distance.
-TEST(Addressing, C81_GuardBytesSurvive) {
-  for (const DType type : {DType::kF32, DType::kBF16}) {
-    const Mamba2Model model(addressing_case(type));
-    for (const CpuContext& context : Contexts()) {
-      StatePool reference = model.make_pool(4);
-      const std::vector<std::int32_t> slots = {3, 0, 2};
-      const std::vector<float> want = exercise(model, reference, context, slots);
-      const std::size_t contents = reference.impl().layout(0).bytes;
-      for (const bool poison : {false, true}) {
-        for (const std::size_t alignment :
-             {std::size_t{64}, std::size_t{4096}, contents * 3 / 2 / 64 * 64 + 64}) {
-          StatePoolOptions options = model.test_case().options(4);
-          options.poison = poison;
-          options.page_alignment = alignment;
-          const std::size_t bytes = StatePool::bytes_per_slot(options).value().total * 4;
-          constexpr std::size_t kMargin = 640;
-          constexpr std::byte kGuard{0xa5};
-          AlignedBytes memory(bytes + 2 * kMargin, kGuard);
-          options.storage = memory.span().subspan(kMargin, bytes + 64);
-          {
-            StatePool pool = model.make_pool(options);
-            EXPECT_TRUE(same_bits(exercise(model, pool, context, slots), want));
-            // Erase the pages' contents; what is left must be the guard value.
-            for (std::int32_t slot = 0; slot < 4; ++slot) {
-              for (int layer = 0; layer < pool.layer_count(); ++layer) {
-                for (const Field& field : pool.impl().layout(layer).fields) {
-                  std::byte* data = pool.impl().field(layer, slot, field);
-                  ASSERT_GE(data, options.storage.data());
-                  ASSERT_LE(data + field.bytes(), options.storage.data() + bytes);
-                  std::memset(data, static_cast<int>(kGuard), field.bytes());
-                }
+std::vector<DeltaModel> delta_models(DType type) {
+  std::vector<DeltaModel> models;
+  for (const DeltaFamily family : kDeltaFamilies) {
+    DeltaCase c = small_delta_case(family, "addressing", 8, 4);
+    c.layers = 3;
+    c.conv_width = 4;
+    c.rewindable = true;
+    c.checkpoint = c.activation = type;
+    models.emplace_back(c);
+  }
+  return models;
+}
+
+/// C81: pages of 1.5 times their contents and more, layers one after the other in one allocation:
+/// bytes that belong to nobody keep their value, and results do not depend on the distance.
+template <typename Model>
+void expect_guard_bytes_survive(const Model& model) {
+  for (const CpuContext& context : Contexts()) {
+    StatePool reference = model.make_pool(4);
+    const std::vector<std::int32_t> slots = {3, 0, 2};
+    const std::vector<float> want = exercise(model, reference, context, slots);
+    const std::size_t contents = reference.impl().layout(0).bytes;
+    for (const bool poison : {false, true}) {
+      for (const std::size_t alignment :
+           {std::size_t{64}, std::size_t{4096}, contents * 3 / 2 / 64 * 64 + 64}) {
+        StatePoolOptions options = model.test_case().options(4);
+        options.poison = poison;
+        options.page_alignment = alignment;
+        const std::size_t bytes = StatePool::bytes_per_slot(options).value().total * 4;
+        constexpr std::size_t kMargin = 640;
+        constexpr std::byte kGuard{0xa5};
+        AlignedBytes memory(bytes + 2 * kMargin, kGuard);
+        options.storage = memory.span().subspan(kMargin, bytes + 64);
+        {
+          StatePool pool = model.make_pool(options);
+          EXPECT_TRUE(same_bits(exercise(model, pool, context, slots), want));
+          // Erase the pages' contents; what is left must be the guard value.
+          for (std::int32_t slot = 0; slot < 4; ++slot) {
+            for (int layer = 0; layer < pool.layer_count(); ++layer) {
+              for (const Field& field : pool.impl().layout(layer).fields) {
+                std::byte* data = pool.impl().field(layer, slot, field);
+                ASSERT_GE(data, options.storage.data());
+                ASSERT_LE(data + field.bytes(), options.storage.data() + bytes);
+                std::memset(data, static_cast<int>(kGuard), field.bytes());
               }
             }
           }
-          const std::vector<std::byte> guard(memory.span().size(), kGuard);
-          EXPECT_TRUE(same_bytes(memory.span(), guard))
-              << "alignment " << alignment << ", poison " << poison;
         }
+        const std::vector<std::byte> guard(memory.span().size(), kGuard);
+        EXPECT_TRUE(same_bytes(memory.span(), guard))
+            << "alignment " << alignment << ", poison " << poison;
       }
     }
   }
 }
 
-// C82: slots so far apart that slot x stride exceeds 2^31 elements and 2^32 bytes.
+TEST(Addressing, C81_GuardBytesSurvive) {
+  for (const DType type : {DType::kF32, DType::kBF16}) {
+    expect_guard_bytes_survive(Mamba2Model(addressing_case(type)));
+    for (const DeltaModel& model : delta_models(type)) expect_guard_bytes_survive(model);
+  }
+}
+
+/// C82: slots so far apart that slot x stride exceeds 2^31 elements and 2^32 bytes.
+template <typename Model>
+void expect_slots_beyond_32_bits(const Model& model) {
+  StatePool small = model.make_pool(6);
+  StatePoolOptions options = model.test_case().options(6);
+  options.page_alignment = (std::size_t{3} << 30) + 64;
+  const std::size_t bytes = StatePool::bytes_per_slot(options).value().total * 6;
+  ASSERT_GT(bytes, std::size_t{36} << 30);
+  for (const CpuContext& context : Contexts({1})) {
+    const VirtualMemory memory(bytes);
+    if (memory.data() == nullptr) GTEST_SKIP() << "no " << bytes << " bytes of address space";
+    options.storage = memory.span();
+    StatePool pool = model.make_pool(options);
+    const std::vector<std::int32_t> slots = {5, 0, 4};
+    EXPECT_TRUE(
+        same_bits(exercise(model, pool, context, slots), exercise(model, small, context, slots)));
+    for (std::int32_t slot = 0; slot < 6; ++slot) {
+      EXPECT_TRUE(same_bytes(slot_bytes(pool, slot), slot_bytes(small, slot))) << slot;
+    }
+  }
+}
+
 TEST(Addressing, C82_SlotsBeyond32Bits) {
   for (const DType type : {DType::kF32, DType::kBF16}) {
-    Mamba2Case c = addressing_case(type);
-    c.layers = 2;
-    const Mamba2Model model(c);
-    StatePool small = model.make_pool(6);
-    StatePoolOptions options = c.options(6);
-    options.page_alignment = (std::size_t{3} << 30) + 64;
-    const std::size_t bytes = StatePool::bytes_per_slot(options).value().total * 6;
-    ASSERT_GT(bytes, std::size_t{36} << 30);
-    for (const CpuContext& context : Contexts({1})) {
-      const VirtualMemory memory(bytes);
-      if (memory.data() == nullptr) GTEST_SKIP() << "no " << bytes << " bytes of address space";
-      options.storage = memory.span();
-      StatePool pool = model.make_pool(options);
-      const std::vector<std::int32_t> slots = {5, 0, 4};
-      EXPECT_TRUE(
-          same_bits(exercise(model, pool, context, slots), exercise(model, small, context, slots)));
-      for (std::int32_t slot = 0; slot < 6; ++slot) {
-        EXPECT_TRUE(same_bytes(slot_bytes(pool, slot), slot_bytes(small, slot))) << slot;
-      }
-    }
+    expect_slots_beyond_32_bits(Mamba2Model(addressing_case(type)));
+    for (const DeltaModel& model : delta_models(type)) expect_slots_beyond_32_bits(model);
   }
 }
 

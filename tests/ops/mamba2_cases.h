@@ -1,6 +1,7 @@
 // The geometries, types and options every Mamba-2 kernel is tested with, whatever runs it.
 #pragma once
 
+#include <array>
 #include <limits>
 #include <ostream>
 #include <string>
@@ -47,6 +48,12 @@ struct Mamba2Case {
   std::int64_t inner() const { return shape.heads * shape.head_dim; }
   std::int64_t bc() const { return shape.groups * shape.state_size; }
   std::int64_t conv_channels() const { return conv_width == 0 ? 0 : inner() + 2 * bc(); }
+
+  std::array<std::int64_t, 2> output_shape() const { return {shape.heads, shape.head_dim}; }
+  /// Of a stored checkpoint.
+  std::array<std::int64_t, 3> state_shape() const {
+    return {shape.heads, shape.head_dim, shape.state_size};
+  }
 
   StatePoolOptions options(std::int64_t slots) const {
     StatePoolOptions options;

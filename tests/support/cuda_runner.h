@@ -74,23 +74,29 @@ class Mamba2CudaRunner : public Mamba2Runner {
   Status end(Step& step, const std::vector<std::int64_t>& accepted) override {
     return pool().commit(cuda_, step, std::span<const std::int64_t>(accepted));
   }
-  void run(int layer, Step& step, LayerBuffers& b) override {
+  Status convolve(int layer, Step& step, LayerBuffers& b) override {
+    const DeviceImage u(b.u.bytes());
+    const DeviceImage conv(b.conv_out.bytes());
+    DeviceFloats floats;
+    CausalConv1dOperands o = conv_operands(layer, b);
+    o.u = u.view(o.u);
+    o.out = conv.view(o.out);
+    o.weight = floats.put(o.weight);
+    o.bias = floats.put(o.bias);
+    RSSM_RETURN_IF_ERROR(causal_conv1d_step(cuda_, pool(), layer, step, o));
+    RSSM_RETURN_IF_ERROR(wait());
+    u.download(b.u.data());
+    conv.download(b.conv_out.data());
+    return {};
+  }
+  Status recurrence(int layer, Step& step, LayerBuffers& b) override {
     // Operands of no tokens have no memory to carry.
     const DeviceImage u(b.u.bytes());
     const DeviceImage dt(b.dt.bytes());
     const DeviceImage y(b.y.bytes());
     const DeviceImage conv(b.conv_out.bytes());
     DeviceFloats floats;
-    const bool has_conv = model().test_case().conv_width > 0;
-    const DeviceImage& xbc = has_conv ? conv : u;
-    if (has_conv) {
-      CausalConv1dOperands o = conv_operands(layer, b);
-      o.u = u.view(o.u);
-      o.out = conv.view(o.out);
-      o.weight = floats.put(o.weight);
-      o.bias = floats.put(o.bias);
-      ASSERT_TRUE(is_ok(causal_conv1d_step(cuda_, pool(), layer, step, o)));
-    }
+    const DeviceImage& xbc = model().test_case().conv_width > 0 ? conv : u;
     Mamba2Params params = model().op_params(layer);
     params.d = floats.put(params.d);
     params.dt_bias = floats.put(params.dt_bias);
@@ -99,15 +105,22 @@ class Mamba2CudaRunner : public Mamba2Runner {
     const Mamba2Operands o{xbc.view(b.x), xbc.view(b.b),
                            xbc.view(b.c), (shared_dt ? u : dt).view(b.dt_view),
                            u.view(b.z),   y.view(b.y_view)};
-    ASSERT_TRUE(is_ok(mamba2_step(cuda_, pool(), layer, step, params, o)));
-    ASSERT_CUDA(cudaStreamSynchronize(static_cast<cudaStream_t>(cuda_.stream)));
+    RSSM_RETURN_IF_ERROR(mamba2_step(cuda_, pool(), layer, step, params, o));
+    RSSM_RETURN_IF_ERROR(wait());
     u.download(b.u.data());
     dt.download(b.dt.data());
     y.download(b.y.data());
     conv.download(b.conv_out.data());
+    return {};
   }
 
  private:
+  Status wait() const {
+    const cudaError_t error = cudaStreamSynchronize(static_cast<cudaStream_t>(cuda_.stream));
+    if (error == cudaSuccess) return {};
+    return make_status(StatusCode::kInternal, "test step: ", cudaGetErrorString(error));
+  }
+
   CudaContext cuda_;
 };
 

@@ -6,14 +6,15 @@
 #include <span>
 #include <vector>
 
-#include "support/mamba2_harness.h"
 #include "support/pool_access.h"
+#include "support/step_harness.h"
 
 namespace replayssm::testing {
 
+template <typename Model>
 class PlainShadow {
  public:
-  PlainShadow(const Mamba2Model& model, std::int64_t slots, const CpuContext& context)
+  PlainShadow(const Model& model, std::int64_t slots, const CpuContext& context)
       : model_(model.plain()),
         checkpoint_(model.test_case().checkpoint),
         pool_(model_.make_pool(slots)),
@@ -37,9 +38,8 @@ class PlainShadow {
   /// The checkpoints of `slot` in `pool` are the shadow's.
   void expect_checkpoint(const StatePool& pool, std::int32_t slot, std::int32_t shadow_slot,
                          const std::string& where) const {
-    const Mamba2Case& c = model_.test_case();
-    const std::int64_t shape[] = {c.shape.heads, c.shape.head_dim, c.shape.state_size};
-    for (int layer = 0; layer < c.layers; ++layer) {
+    const auto shape = model_.test_case().state_shape();
+    for (int layer = 0; layer < model_.test_case().layers; ++layer) {
       EXPECT_TRUE(same_bits(checkpoint_values(pool, layer, slot),
                             checkpoint_values(pool_, layer, shadow_slot), shape))
           << where << ", layer " << layer;
@@ -56,10 +56,10 @@ class PlainShadow {
     }
   }
 
-  Mamba2Model model_;
+  Model model_;
   DType checkpoint_;
   StatePool pool_;
-  Mamba2Runner runner_;
+  typename Model::Runner runner_;
 };
 
 }  // namespace replayssm::testing

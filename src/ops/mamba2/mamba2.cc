@@ -1,12 +1,10 @@
 #include "replayssm/ops/mamba2.h"
 
-#include <algorithm>
-#include <cstring>
-
 #include "cpu/dispatch.h"
 #include "ops/fold.h"
 #include "ops/mamba2/cpu/kernel.h"
 #include "ops/operands.h"
+#include "ops/work_split.h"
 #include "state/pool_impl.h"
 
 namespace replayssm {
@@ -64,17 +62,11 @@ Status check_operands(const Mamba2Shape& shape, DType activation, const Mamba2Op
   return {};
 }
 
-const Mamba2Shape& mamba2_shape(const StatePool::Impl& pool, int layer) {
-  return std::get<Mamba2Shape>(pool.options.layers[static_cast<std::size_t>(layer)].recurrence);
-}
-
 /// What every row of a layer shares.
-Mamba2Task layer_task(const StatePool::Impl& pool, int layer) {
-  const Mamba2Shape& shape = mamba2_shape(pool, layer);
+Mamba2Task layer_task(const StatePool::Impl& pool, int layer, const Mamba2Shape& shape) {
   Mamba2Task task;
   task.head_dim = shape.head_dim;
   task.state_size = shape.state_size;
-  task.places = pool.options.limits.record_places();
   task.a = pool.mamba2_a[static_cast<std::size_t>(layer)].data();
   return task;
 }
@@ -87,6 +79,7 @@ void point_at_slot(Mamba2Task& task, StatePool::Impl& pool, int layer, std::int3
   task.ring_x = pool.field(layer, slot, layout.field("x"));
   task.ring_b = pool.field(layer, slot, layout.field("b"));
   task.ring_dt = reinterpret_cast<float*>(pool.field(layer, slot, layout.field("dt")));
+  task.places = pool.options.limits.record_places();
   task.first_place = cursor.checkpoint_position % task.places;
   task.live = cursor.live();
 }
@@ -121,51 +114,20 @@ void point_at_tokens(Mamba2Task& task, const StepRow& row, const Mamba2Operands&
   task.y_head_stride = o.y.strides[1];
 }
 
-/// Work items are (row, group, part of the group's heads). The products B . C are shared by a
-/// group's heads and computed once per item, so a group is split only to keep threads busy.
-class WorkSplit {
- public:
-  WorkSplit(const Mamba2Shape& shape, std::int64_t rows, int threads)
-      : groups_(shape.groups), heads_per_group_(shape.heads / shape.groups) {
-    constexpr std::int64_t kItemsPerThread = 4;
-    const std::int64_t items = std::max<std::int64_t>(1, rows * groups_);
-    const std::int64_t wanted = threads == 1 ? 1 : threads * kItemsPerThread;
-    parts_ = std::clamp<std::int64_t>((wanted + items - 1) / items, 1, heads_per_group_);
-  }
-
-  std::int64_t items_per_row() const { return groups_ * parts_; }
-
-  /// Restricts a row's task to item `index` of the row; false if the item is empty.
-  bool select(Mamba2Task& task, std::int64_t index) const {
-    const std::int64_t part = index % parts_;
-    const std::int64_t group_begin = index / parts_ * heads_per_group_;
-    task.group = index / parts_;
-    task.head_begin = group_begin + heads_per_group_ * part / parts_;
-    task.head_end = group_begin + heads_per_group_ * (part + 1) / parts_;
-    task.appends_b = part == 0;
-    return task.head_begin < task.head_end;
-  }
-
- private:
-  std::int64_t groups_;
-  std::int64_t heads_per_group_;
-  std::int64_t parts_;
-};
+/// Restricts a row's task to work item `index` of the row; false if the item is empty.
+bool select(Mamba2Task& task, const WorkSplit& split, std::int64_t index) {
+  const WorkSplit::Item item = split.item(index);
+  task.group = item.group;
+  task.head_begin = item.head_begin;
+  task.head_end = item.head_end;
+  task.appends_b = item.first;
+  return task.head_begin < task.head_end;
+}
 
 Mamba2Function function_for(const Mamba2Kernels& kernels, RowKind kind, const Cursor& cursor,
                             ReplayLimits limits) {
   if (kind == RowKind::kCommitted) return kernels.committed;
   return tentative_row_flushes(cursor, limits) ? kernels.flush : kernels.tentative;
-}
-
-void zero_tokens(const TensorView& y, const StepRow& row) {
-  const std::size_t bytes = static_cast<std::size_t>(y.shape[2]) * size_of(y.dtype);
-  for (std::int64_t t = 0; t < row.token_count; ++t) {
-    std::byte* token = static_cast<std::byte*>(at_token(y, row.token_begin + t));
-    for (std::int64_t h = 0; h < y.shape[1]; ++h) {
-      std::memset(token + h * y.strides[1] * static_cast<std::int64_t>(size_of(y.dtype)), 0, bytes);
-    }
-  }
 }
 
 void count_traffic(StatePool::Impl& pool, const Mamba2Shape& shape, const Step& step) {
@@ -194,16 +156,18 @@ Status mamba2_step(const CpuContext& context, StatePool& pool, int layer, Step& 
   const StatePoolOptions& options = impl.options;
   RSSM_RETURN_IF_ERROR(impl.enter(nullptr, step, layer, StatePool::Impl::kRecurrencePart,
                                   operands.x.rank > 0 ? operands.x.shape[0] : 0));
-  const Mamba2Shape& shape = mamba2_shape(impl, layer);
+  RSSM_ASSIGN_OR_RETURN(const Mamba2Shape* found, impl.shape_of<Mamba2Shape>(layer, "mamba2"));
+  const Mamba2Shape& shape = *found;
   RSSM_RETURN_IF_ERROR(check_parameters(shape, params));
   RSSM_RETURN_IF_ERROR(check_operands(shape, options.activation, operands));
 
   const Mamba2Kernels& kernels =
       cpu::mamba2_kernels(context.isa, options.checkpoint, options.activation);
   const std::vector<StepRow>& rows = step.rows();
-  Mamba2Task base = layer_task(impl, layer);
+  Mamba2Task base = layer_task(impl, layer, shape);
   set_parameters(base, params);
-  const WorkSplit split(shape, static_cast<std::int64_t>(rows.size()), context.thread_count());
+  const WorkSplit split(shape.groups, shape.heads / shape.groups,
+                        static_cast<std::int64_t>(rows.size()), context.thread_count());
 
   const auto run_item = [&](std::int64_t item, int) {
     const StepRow& row = rows[static_cast<std::size_t>(item / split.items_per_row())];
@@ -215,7 +179,7 @@ Status mamba2_step(const CpuContext& context, StatePool& pool, int layer, Step& 
     Mamba2Task task = base;
     point_at_slot(task, impl, layer, row.slot, cursor);
     point_at_tokens(task, row, operands);
-    if (split.select(task, item % split.items_per_row())) {
+    if (select(task, split, item % split.items_per_row())) {
       function_for(kernels, row.kind, cursor, options.limits)(task);
     }
   };
@@ -231,7 +195,8 @@ Status mamba2_step(const CudaContext& context, StatePool& pool, int layer, Step&
   StatePool::Impl& impl = pool.impl();
   RSSM_RETURN_IF_ERROR(impl.enter(&context, step, layer, StatePool::Impl::kRecurrencePart,
                                   operands.x.rank > 0 ? operands.x.shape[0] : 0));
-  const Mamba2Shape& shape = mamba2_shape(impl, layer);
+  RSSM_ASSIGN_OR_RETURN(const Mamba2Shape* found, impl.shape_of<Mamba2Shape>(layer, "mamba2"));
+  const Mamba2Shape& shape = *found;
   RSSM_RETURN_IF_ERROR(check_parameters(shape, params));
   RSSM_RETURN_IF_ERROR(check_operands(shape, impl.options.activation, operands));
   RSSM_RETURN_IF_ERROR(impl.select_rows(context, step));
@@ -244,10 +209,10 @@ Status mamba2_step(const CudaContext& context, StatePool& pool, int layer, Step&
 Result<std::string> mamba2_explain(const CpuContext& context, const StatePool& pool, int layer) {
   const StatePool::Impl& impl = pool.impl();
   RSSM_RETURN_IF_ERROR(impl.check_device(nullptr));
-  RSSM_RETURN_IF_ERROR(impl.check_layer(layer));
+  RSSM_ASSIGN_OR_RETURN(const Mamba2Shape* shape, impl.shape_of<Mamba2Shape>(layer, "mamba2"));
   std::ostringstream out;
-  out << describe(mamba2_shape(impl, layer), impl.options) << ": cpu " << to_string(context.isa)
-      << ", " << context.thread_count() << " threads over (row, group)";
+  out << describe(*shape, impl.options) << ": cpu " << to_string(context.isa) << ", "
+      << context.thread_count() << " threads over (row, group)";
   return std::move(out).str();
 }
 
@@ -255,10 +220,9 @@ Result<std::string> mamba2_explain(const CudaContext& context, const StatePool& 
                                    std::int64_t rows) {
   const StatePool::Impl& impl = pool.impl();
   RSSM_RETURN_IF_ERROR(impl.check_device(&context));
-  RSSM_RETURN_IF_ERROR(impl.check_layer(layer));
+  RSSM_ASSIGN_OR_RETURN(const Mamba2Shape* shape, impl.shape_of<Mamba2Shape>(layer, "mamba2"));
   RSSM_ASSIGN_OR_RETURN(const std::string kernel, impl.gpu->mamba2_explain(layer, rows));
-  return describe(mamba2_shape(impl, layer), impl.options) + ": " + to_string(impl.options.device) +
-         " " + kernel;
+  return describe(*shape, impl.options) + ": " + to_string(impl.options.device) + " " + kernel;
 }
 
 StateTraffic mamba2_row_traffic(const Mamba2Shape& shape, DType checkpoint, DType activation,
@@ -276,45 +240,25 @@ StateTraffic mamba2_row_traffic(const Mamba2Shape& shape, DType checkpoint, DTyp
   return traffic;
 }
 
-// ---- Folds outside of a step ----
-
-namespace {
-
-void run_fold(const CpuContext& context, const StatePool::Impl& pool, const Mamba2Shape& shape,
-              const Mamba2Task& base) {
+void fold_records(const CpuContext& context, const StatePool::Impl& pool, int layer,
+                  const Mamba2Shape& shape, const FoldTask& fold) {
+  Mamba2Task base = layer_task(pool, layer, shape);
+  base.checkpoint_in = fold.checkpoint_in;
+  base.checkpoint = fold.checkpoint;
+  // Kernels write to the ring only where they append, which a fold does not.
+  base.ring_x = fold.records.at("x");
+  base.ring_b = fold.records.at("b");
+  base.ring_dt = reinterpret_cast<float*>(fold.records.at("dt"));
+  base.places = fold.places;
+  base.first_place = fold.first_place;
+  base.live = fold.count;
   const Mamba2Kernels& kernels =
       cpu::mamba2_kernels(context.isa, pool.options.checkpoint, pool.options.activation);
-  const WorkSplit split(shape, 1, context.thread_count());
+  const WorkSplit split(shape.groups, shape.heads / shape.groups, 1, context.thread_count());
   context.parallel_for(split.items_per_row(), [&](std::int64_t item, int) {
     Mamba2Task task = base;
-    if (split.select(task, item)) kernels.fold(task);
+    if (select(task, split, item)) kernels.fold(task);
   });
-}
-
-}  // namespace
-
-void fold_between_slots(const CpuContext& context, StatePool::Impl& pool, int layer,
-                        std::int32_t src, std::int64_t count, std::int32_t dst) {
-  Mamba2Task task = layer_task(pool, layer);
-  point_at_slot(task, pool, layer, src, pool.slots[static_cast<std::size_t>(src)].cursor);
-  task.live = count;
-  task.checkpoint = pool.field(layer, dst, pool.layout(layer).field("checkpoint"));
-  run_fold(context, pool, mamba2_shape(pool, layer), task);
-}
-
-void fold_external(const CpuContext& context, StatePool::Impl& pool, int layer,
-                   const ExternalRecords& records, const std::byte* checkpoint, std::int64_t count,
-                   std::int32_t dst) {
-  Mamba2Task task = layer_task(pool, layer);
-  task.checkpoint_in = checkpoint;
-  task.checkpoint = pool.field(layer, dst, pool.layout(layer).field("checkpoint"));
-  // Kernels write to the ring only where they append, which a fold does not.
-  task.ring_x = records.at("x");
-  task.ring_b = records.at("b");
-  task.ring_dt = reinterpret_cast<float*>(records.at("dt"));
-  task.places = std::max<std::int64_t>(1, count);
-  task.live = count;
-  run_fold(context, pool, mamba2_shape(pool, layer), task);
 }
 
 }  // namespace replayssm

@@ -154,10 +154,11 @@ class CudaPool final : public DevicePool {
         params.row_count = 1;
         RSSM_RETURN_IF_ERROR(mamba2_cuda_step(params, info_, cuda_stream(stream)));
       }
-      return {};
+      launch_end_fold(table_, slot, cuda_stream(stream));
+      return to_status(cudaGetLastError(), "fold");
     });
   }
-  Status fold_external(Stream stream, int layer, const ExternalRecords& records, bool from_zero,
+  Status fold_external(Stream stream, int layer, const RecordPointers& records, bool from_zero,
                        std::int64_t count, std::int32_t slot) override;
   Status poison(Stream stream, std::int32_t slot, bool all) override {
     return launch("poison of a slot",
@@ -491,7 +492,7 @@ Mamba2CudaParams CudaPool::layer_params(int layer) const {
   return p;
 }
 
-Status CudaPool::fold_external(Stream stream, int layer, const ExternalRecords& records,
+Status CudaPool::fold_external(Stream stream, int layer, const RecordPointers& records,
                                bool from_zero, std::int64_t count, std::int32_t slot) {
   return with_device("fold of loaded records", [&]() -> Status {
     const PageLayout& layout = layouts_[index(layer)];

@@ -101,8 +101,8 @@ class Mamba2Kernel {
     const std::int64_t at = token * task.dt_token_stride + head;
     const float raw = task.dt_is_f32 ? static_cast<const float*>(task.dt)[at]
                                      : to_float(static_cast<const Act*>(task.dt)[at]);
-    return mamba2_time_step(raw, task.dt_bias == nullptr ? 0.0f : task.dt_bias[head],
-                            task.dt_softplus, task.dt_min, task.dt_max);
+    return mamba2_time_step<Isa>(raw, task.dt_bias == nullptr ? 0.0f : task.dt_bias[head],
+                                 task.dt_softplus, task.dt_min, task.dt_max);
   }
 
   static const Act* token_x(const Mamba2Task& task, std::int64_t token, std::int64_t head) {

@@ -1,0 +1,68 @@
+// Kimi Delta Attention step: Gated DeltaNet with a decay per key channel and keys of its own for
+// every head (Kimi Team, "Kimi Linear", 2025). What gated_delta_net.h says of committed and
+// tentative rows, flushes, records and chunking holds here, with alpha a vector:
+//
+//   alpha = exp(-exp(A_log) softplus(a + dt_bias))                     without lower_bound
+//   alpha = exp(lower_bound sigmoid(exp(A_log) (a + dt_bias)))         with lower_bound
+//   d     = beta (v - S^T (alpha * k'))
+//   S     = diag(alpha) S + k' d^T                         S: (key_dim, value_dim)
+//   o     = S^T q'
+//
+// In a tentative row the weights are vectors too: w(i, t) multiplies the channels of k'_t and q'_t.
+// They are running products of factors in [0, 1] in both forms of the gate. Keys divided by a
+// cumulative decay, which would need a bound on the window's sum of log-decays, are not used.
+//
+// Types: q, k, v, o of the pool's activation type (f32, bf16); a and b that type or f32; parameters
+// f32; checkpoint f32 or bf16; arithmetic fp32; log-decays are recorded in f32. Results do not
+// depend on the other rows of the step or on the number of threads.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "replayssm/cpu.h"
+#include "replayssm/state_pool.h"
+#include "replayssm/tensor.h"
+
+namespace replayssm {
+
+struct KimiDeltaAttentionParams {
+  TensorView a_log;    // (heads) f32; may be empty (zero) with lower_bound
+  TensorView dt_bias;  // (heads, key_dim) f32, contiguous; empty: zero
+  /// Chooses the bounded gate; finite and below 0. Which form a model means is its configuration's
+  /// to say: the parameters have the same shapes in both.
+  std::optional<float> lower_bound;
+  bool beta_doubled = false;
+  bool normalize = true;
+  float norm_epsilon = 1e-6f;
+  std::optional<float> scale;  // empty: key_dim^-1/2
+};
+
+/// Operands over the packed tokens of the step. The last dimension is contiguous; the other strides
+/// are free. o overlaps no input.
+struct KimiDeltaAttentionOperands {
+  TensorView q;  // (tokens, heads, key_dim)
+  TensorView k;  // (tokens, heads, key_dim)
+  TensorView v;  // (tokens, heads, value_dim)
+  TensorView a;  // (tokens, heads, key_dim), raw gate
+  TensorView b;  // (tokens, heads), raw beta
+  TensorView o;  // (tokens, heads, value_dim), written for every row, zero for padding
+};
+
+/// Runs the recurrence of `layer` for all rows of `step`. Workspace: none. On error nothing has
+/// been read or written; the step stays open.
+Status kimi_delta_attention_step(const CpuContext& context, StatePool& pool, int layer, Step& step,
+                                 const KimiDeltaAttentionParams& params,
+                                 const KimiDeltaAttentionOperands& operands);
+
+/// Which kernel kimi_delta_attention_step runs for this pool and layer, and why; or why none can.
+Result<std::string> kimi_delta_attention_explain(const CpuContext& context, const StatePool& pool,
+                                                 int layer);
+
+/// Bytes the state and the ring of one row of one layer move in a step (see StateTraffic).
+StateTraffic kimi_delta_attention_row_traffic(const KimiDeltaAttentionShape& shape,
+                                              DType checkpoint, DType activation,
+                                              ReplayLimits limits, RowKind kind,
+                                              const Cursor& cursor, std::int64_t token_count);
+
+}  // namespace replayssm

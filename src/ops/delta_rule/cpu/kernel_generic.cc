@@ -1,0 +1,10 @@
+#include "ops/delta_rule/cpu/kernel-inl.h"
+
+namespace replayssm::cpu {
+
+const DeltaRuleKernels& delta_rule_kernels_generic(bool bf16_checkpoint, bool bf16_activation,
+                                                   bool channel_decay) {
+  return DeltaRuleKernelTable<GenericIsa>::get(bf16_checkpoint, bf16_activation, channel_decay);
+}
+
+}  // namespace replayssm::cpu

@@ -1,0 +1,279 @@
+#include "ops/delta_rule/delta_rule.h"
+
+#include <cmath>
+#include <sstream>
+
+#include "cpu/dispatch.h"
+#include "ops/delta_rule/cpu/kernel.h"
+#include "ops/operands.h"
+#include "ops/work_split.h"
+#include "state/pool_impl.h"
+
+namespace replayssm {
+namespace cpu {
+
+const DeltaRuleKernels& delta_rule_kernels_generic(bool bf16_checkpoint, bool bf16_activation,
+                                                   bool channel_decay);
+const DeltaRuleKernels& delta_rule_kernels_avx2(bool bf16_checkpoint, bool bf16_activation,
+                                                bool channel_decay);
+const DeltaRuleKernels& delta_rule_kernels_avx512(bool bf16_checkpoint, bool bf16_activation,
+                                                  bool channel_decay);
+
+const DeltaRuleKernels& delta_rule_kernels(CpuIsa isa, DType checkpoint, DType activation,
+                                           bool channel_decay) {
+  return RSSM_DISPATCH_ISA(isa, delta_rule_kernels, checkpoint == DType::kBF16,
+                           activation == DType::kBF16, channel_decay);
+}
+
+}  // namespace cpu
+
+namespace {
+
+using cpu::DeltaRuleFunction;
+using cpu::DeltaRuleKernels;
+using cpu::DeltaRuleTask;
+
+std::string named(const char* family, const char* what) { return std::string(family) + " " + what; }
+
+Status check_parameters(const DeltaRuleShape& shape, const DeltaRuleParams& p) {
+  if (!p.a_log.empty() || !p.lower_bound) {
+    RSSM_RETURN_IF_ERROR(
+        check_vector(named(p.family, "A_log").c_str(), p.a_log, shape.value_heads));
+  }
+  if (!p.dt_bias.empty()) {
+    const std::string name = named(p.family, "dt_bias");
+    RSSM_RETURN_IF_ERROR(
+        shape.channel_decay
+            ? check_packed(name.c_str(), p.dt_bias, DType::kF32, {shape.value_heads, shape.key_dim})
+            : check_vector(name.c_str(), p.dt_bias, shape.value_heads));
+    if (shape.channel_decay && p.dt_bias.strides[0] != shape.key_dim) {
+      return invalid_argument(name, " has stride ", p.dt_bias.strides[0],
+                              " on axis 0, expected key_dim ", shape.key_dim, " (contiguous)");
+    }
+  }
+  if (p.lower_bound && !(*p.lower_bound < 0.0f && std::isfinite(*p.lower_bound))) {
+    return invalid_argument(p.family, " lower_bound is ", *p.lower_bound,
+                            ", expected a finite number below 0");
+  }
+  if (!(p.norm_epsilon >= 0.0f && std::isfinite(p.norm_epsilon))) {
+    return invalid_argument(p.family, " norm_epsilon is ", p.norm_epsilon,
+                            ", expected a finite number of at least 0");
+  }
+  if (p.scale && !std::isfinite(*p.scale)) {
+    return invalid_argument(p.family, " scale is ", *p.scale, ", expected a finite number");
+  }
+  return {};
+}
+
+Status check_operands(const DeltaRuleShape& shape, const char* family, DType activation,
+                      const DeltaRuleOperands& o) {
+  const std::int64_t tokens = o.q.rank > 0 ? o.q.shape[0] : 0;
+  const auto check = [&](const char* name, const TensorView& view, DType dtype,
+                         std::initializer_list<std::int64_t> expected) {
+    return check_packed(named(family, name).c_str(), view, dtype, expected);
+  };
+  const auto gate_type = [&](const TensorView& view) {
+    return view.dtype == DType::kF32 ? DType::kF32 : activation;
+  };
+  RSSM_RETURN_IF_ERROR(check("q", o.q, activation, {tokens, shape.key_heads, shape.key_dim}));
+  RSSM_RETURN_IF_ERROR(check("k", o.k, activation, {tokens, shape.key_heads, shape.key_dim}));
+  RSSM_RETURN_IF_ERROR(check("v", o.v, activation, {tokens, shape.value_heads, shape.value_dim}));
+  if (shape.channel_decay) {
+    RSSM_RETURN_IF_ERROR(
+        check("a", o.gate, gate_type(o.gate), {tokens, shape.value_heads, shape.key_dim}));
+  } else {
+    RSSM_RETURN_IF_ERROR(check("a", o.gate, gate_type(o.gate), {tokens, shape.value_heads}));
+  }
+  RSSM_RETURN_IF_ERROR(check("b", o.beta, gate_type(o.beta), {tokens, shape.value_heads}));
+  RSSM_RETURN_IF_ERROR(check("o", o.o, activation, {tokens, shape.value_heads, shape.value_dim}));
+  for (const TensorView& input : {o.q, o.k, o.v, o.gate, o.beta}) {
+    if (!input.empty() && input.data == o.o.data) {
+      return invalid_argument(family, " o is the same memory as an input, expected its own");
+    }
+  }
+  return {};
+}
+
+DeltaRuleTask layer_task(const DeltaRuleShape& shape) {
+  DeltaRuleTask task;
+  task.key_dim = shape.key_dim;
+  task.value_dim = shape.value_dim;
+  return task;
+}
+
+/// `field` gives the address of a record field by name.
+template <typename F>
+void point_at_records(DeltaRuleTask& task, F field) {
+  task.ring_k = field("k");
+  task.ring_k_scale = reinterpret_cast<float*>(field("k_scale"));
+  task.ring_v = field("v");
+  task.ring_log_decay = reinterpret_cast<float*>(field("log_decay"));
+  task.ring_beta = reinterpret_cast<float*>(field("beta"));
+  task.ring_delta = field("delta");
+}
+
+void point_at_slot(DeltaRuleTask& task, StatePool::Impl& pool, int layer, std::int32_t slot,
+                   const Cursor& cursor) {
+  const PageLayout& layout = pool.layout(layer);
+  task.checkpoint = pool.field(layer, slot, layout.field("checkpoint"));
+  task.checkpoint_in = cursor.checkpoint_position == 0 ? nullptr : task.checkpoint;
+  point_at_records(task,
+                   [&](const char* name) { return pool.field(layer, slot, layout.field(name)); });
+  task.places = pool.options.limits.record_places();
+  task.first_place = cursor.checkpoint_position % task.places;
+  task.live = cursor.live();
+}
+
+void set_parameters(DeltaRuleTask& task, const DeltaRuleParams& params) {
+  task.a_log = params.a_log.as<const float>();
+  task.dt_bias = params.dt_bias.as<const float>();
+  task.bounded = params.lower_bound.has_value();
+  task.lower_bound = params.lower_bound.value_or(0.0f);
+  task.beta_doubled = params.beta_doubled;
+  task.normalize = params.normalize;
+  task.norm_epsilon = params.norm_epsilon;
+  task.q_scale = params.scale.value_or(1.0f / std::sqrt(static_cast<float>(task.key_dim)));
+}
+
+void point_at_tokens(DeltaRuleTask& task, const StepRow& row, const DeltaRuleOperands& o) {
+  task.tokens = row.token_count;
+  task.q = at_token(o.q, row.token_begin);
+  task.k = at_token(o.k, row.token_begin);
+  task.v = at_token(o.v, row.token_begin);
+  task.gate = at_token(o.gate, row.token_begin);
+  task.beta = at_token(o.beta, row.token_begin);
+  task.o = at_token(o.o, row.token_begin);
+  task.gate_is_f32 = o.gate.dtype == DType::kF32;
+  task.beta_is_f32 = o.beta.dtype == DType::kF32;
+  task.q_token_stride = o.q.strides[0];
+  task.q_head_stride = o.q.strides[1];
+  task.k_token_stride = o.k.strides[0];
+  task.k_head_stride = o.k.strides[1];
+  task.v_token_stride = o.v.strides[0];
+  task.v_head_stride = o.v.strides[1];
+  task.gate_token_stride = o.gate.strides[0];
+  task.gate_head_stride = o.gate.rank == 3 ? o.gate.strides[1] : 1;
+  task.beta_token_stride = o.beta.strides[0];
+  task.o_token_stride = o.o.strides[0];
+  task.o_head_stride = o.o.strides[1];
+}
+
+/// Restricts a row's task to work item `index` of the row; false if the item is empty.
+bool select(DeltaRuleTask& task, const WorkSplit& split, std::int64_t index) {
+  const WorkSplit::Item item = split.item(index);
+  task.key_head = item.group;
+  task.head_begin = item.head_begin;
+  task.head_end = item.head_end;
+  task.appends_key = item.first;
+  return task.head_begin < task.head_end;
+}
+
+DeltaRuleFunction function_for(const DeltaRuleKernels& kernels, RowKind kind, const Cursor& cursor,
+                               ReplayLimits limits) {
+  if (kind == RowKind::kCommitted) return kernels.committed;
+  return tentative_row_flushes(cursor, limits) ? kernels.flush : kernels.tentative;
+}
+
+}  // namespace
+
+Status delta_rule_step(const CpuContext& context, StatePool& pool, int layer, Step& step,
+                       const DeltaRuleShape& shape, const DeltaRuleParams& params,
+                       const DeltaRuleOperands& operands) {
+  StatePool::Impl& impl = pool.impl();
+  const StatePoolOptions& options = impl.options;
+  RSSM_RETURN_IF_ERROR(impl.enter(nullptr, step, layer, StatePool::Impl::kRecurrencePart,
+                                  operands.q.rank > 0 ? operands.q.shape[0] : 0));
+  RSSM_RETURN_IF_ERROR(check_parameters(shape, params));
+  RSSM_RETURN_IF_ERROR(check_operands(shape, params.family, options.activation, operands));
+
+  const DeltaRuleKernels& kernels = cpu::delta_rule_kernels(
+      context.isa, options.checkpoint, options.activation, shape.channel_decay);
+  const std::vector<StepRow>& rows = step.rows();
+  DeltaRuleTask base = layer_task(shape);
+  set_parameters(base, params);
+  const WorkSplit split(shape.key_heads, shape.heads_per_key(),
+                        static_cast<std::int64_t>(rows.size()), context.thread_count());
+
+  const auto run_item = [&](std::int64_t item, int) {
+    const StepRow& row = rows[static_cast<std::size_t>(item / split.items_per_row())];
+    if (row.slot < 0) {
+      if (item % split.items_per_row() == 0) zero_tokens(operands.o, row);
+      return;
+    }
+    const Cursor& cursor = impl.slots[static_cast<std::size_t>(row.slot)].cursor;
+    DeltaRuleTask task = base;
+    point_at_slot(task, impl, layer, row.slot, cursor);
+    point_at_tokens(task, row, operands);
+    if (select(task, split, item % split.items_per_row())) {
+      function_for(kernels, row.kind, cursor, options.limits)(task);
+    }
+  };
+  context.parallel_for(static_cast<std::int64_t>(rows.size()) * split.items_per_row(), run_item);
+
+  for (const StepRow& row : rows) {
+    if (row.slot < 0) continue;
+    const Cursor& cursor = impl.slots[static_cast<std::size_t>(row.slot)].cursor;
+    impl.traffic += delta_rule_row_traffic(shape, options.checkpoint, options.activation,
+                                           options.limits, row.kind, cursor, row.token_count);
+  }
+  StatePool::Impl::leave(step, layer, StatePool::Impl::kRecurrencePart);
+  return {};
+}
+
+std::string delta_rule_explain(const CpuContext& context, const StatePoolOptions& options,
+                               const char* family, const DeltaRuleShape& shape) {
+  std::ostringstream out;
+  out << family << " " << shape.value_heads << "x" << shape.key_dim << "x" << shape.value_dim
+      << ", " << shape.key_heads << " key heads: cpu " << to_string(context.isa) << ", checkpoint "
+      << to_string(options.checkpoint) << ", activation " << to_string(options.activation)
+      << ", exact flush (recurrence re-run from recorded k, v and gates), outputs from recorded "
+      << "deltas with "
+      << (shape.channel_decay ? "running products of decays per channel (no pre-decayed keys, so "
+                                "no bound on the gate is needed)"
+                              : "running products of decays")
+      << "; " << context.thread_count() << " threads over (row, key head)";
+  return std::move(out).str();
+}
+
+StateTraffic delta_rule_row_traffic(const DeltaRuleShape& shape, DType checkpoint, DType activation,
+                                    ReplayLimits limits, RowKind kind, const Cursor& cursor,
+                                    std::int64_t token_count) {
+  const auto state = shape.state_elements() * static_cast<std::int64_t>(size_of(checkpoint));
+  const auto act = static_cast<std::int64_t>(size_of(activation));
+  constexpr auto kF32 = static_cast<std::int64_t>(sizeof(float));
+  const std::int64_t keys = shape.key_heads * (shape.key_dim * act + kF32);
+  const std::int64_t decays = shape.value_heads * shape.decays() * kF32;
+  const std::int64_t betas = shape.value_heads * kF32;
+  const std::int64_t values = shape.value_heads * shape.value_dim * act;  // or deltas
+  const bool folds = row_flushes(kind, cursor, limits);
+  StateTraffic traffic;
+  if (cursor.checkpoint_position > 0) traffic.checkpoint_read = state;
+  if (folds) traffic.checkpoint_written = state;
+  // A fold reads values and betas, outputs read deltas.
+  traffic.ring_read = cursor.live() * (keys + decays + values + (folds ? betas : 0));
+  if (kind == RowKind::kTentative) {
+    traffic.ring_written = token_count * (keys + decays + betas + 2 * values);
+  }
+  return traffic;
+}
+
+void delta_rule_fold(const CpuContext& context, const StatePoolOptions& options,
+                     const DeltaRuleShape& shape, const FoldTask& fold) {
+  DeltaRuleTask base = layer_task(shape);
+  base.checkpoint_in = fold.checkpoint_in;
+  base.checkpoint = fold.checkpoint;
+  // Kernels write to the ring only where they append, which a fold does not.
+  point_at_records(base, [&](const char* name) { return fold.records.at(name); });
+  base.places = fold.places;
+  base.first_place = fold.first_place;
+  base.live = fold.count;
+  const DeltaRuleKernels& kernels = cpu::delta_rule_kernels(
+      context.isa, options.checkpoint, options.activation, shape.channel_decay);
+  const WorkSplit split(shape.key_heads, shape.heads_per_key(), 1, context.thread_count());
+  context.parallel_for(split.items_per_row(), [&](std::int64_t item, int) {
+    DeltaRuleTask task = base;
+    if (select(task, split, item)) kernels.fold(task);
+  });
+}
+
+}  // namespace replayssm
