@@ -35,8 +35,10 @@ struct rssm_image {
   std::vector<std::byte> bytes;
 };
 
-namespace replayssm {
 namespace {
+
+// Every second word below is a name of the C++ interface.
+using namespace replayssm;  // NOLINT(google-build-using-namespace)
 
 static_assert(static_cast<int>(StatusCode::kOk) == RSSM_OK);
 static_assert(static_cast<int>(StatusCode::kInvalidArgument) == RSSM_INVALID_ARGUMENT);
@@ -179,7 +181,6 @@ Result<StatePoolOptions> pool_options(const rssm_pool_options* o) {
 
 }  // namespace
 
-// C linkage makes these the header's functions although they are in a namespace.
 extern "C" {
 
 const char* rssm_last_error(void) { return last_error; }
@@ -615,5 +616,3 @@ rssm_status rssm_causal_conv1d_step(rssm_pool* pool, const rssm_context* context
 }
 
 }  // extern "C"
-
-}  // namespace replayssm
