@@ -8,7 +8,8 @@
 //    rows and counts are arrays that the caller may rewrite between replays of a graph that holds
 //    the whole sequence. What the host cannot see is checked on the device: a row that cannot run
 //    becomes padding and is reported in the pool's DeviceError. The host mirror of the cursors ends
-//    with the first such step.
+//    with the first such step. A replay counts as such a step: it must not fall between the begin
+//    and the commit of another one.
 //
 // Calls on one pool must be ordered by the caller: one stream, or events between several. No call
 // allocates device memory or synchronizes unless its description says so.
@@ -57,7 +58,8 @@ struct DeviceError {
     kCursor,      // `found` live records, window `allowed`; padding
     kDuplicate,   // slot `found` is already in row `allowed`; the later row became padding
     kCondition,   // the slot's condition is `found`, expected `allowed` (see SlotCondition);
-                  // begin_step: padding, commit: nothing changes
+                  // begin_step: padding; commit: nothing changes; copy, materialize: the target
+                  // becomes invalid
   };
   std::int32_t what = kNone;
   std::int32_t row = 0;  // of the step; -1 in a copy between slots

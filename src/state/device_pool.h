@@ -40,10 +40,11 @@ class DevicePool {
   /// Waits.
   virtual Result<Cursor> fetch_cursor(Stream stream, std::int32_t slot) = 0;
   /// Copies checkpoint, live records up to `prefix` (absent: all) and convolution inputs; dst
-  /// becomes ready with the copied cursor.
+  /// becomes ready with the copied cursor. If src turns out not to be ready, dst becomes invalid.
   virtual Status copy(Stream stream, std::int32_t src, std::int32_t dst,
                       std::optional<std::int64_t> prefix) = 0;
-  /// Folds a slot's live records into its checkpoint, all layers; the cursor is left alone.
+  /// Folds a slot's live records into its checkpoint, all layers, and moves its checkpoint
+  /// position.
   virtual Status fold(Stream stream, std::int32_t slot) = 0;
   /// Folds records from outside into a slot's checkpoint (zero if `from_zero`). Waits, allocates.
   virtual Status fold_external(Stream stream, int layer, const ExternalRecords& records,

@@ -305,7 +305,8 @@ Status StatePool::Impl::check_current(const Step& step) const {
 }
 
 Status StatePool::Impl::select_rows(const CudaContext& cuda, const Step& step) {
-  if (device_rows_of == step.generation_) return {};
+  // A graph that is replayed puts its own rows there without the host's knowledge.
+  if (device_rows_of == step.generation_ && (step.on_device_ || !cursors_on_device)) return {};
   std::vector<StepRow> rows = step.rows_;
   for (StepRow& row : rows) {
     if (row.slot >= 0 && !holds(step, row)) row.slot = -1;  // it may be in another step by now
@@ -508,7 +509,6 @@ Status StatePool::Impl::materialize(const CpuContext& cpu, const CudaContext* cu
     // On the device the records travel, and are folded where they arrive.
     RSSM_RETURN_IF_ERROR(gpu->copy(cuda->stream, src, dst, prefix));
     RSSM_RETURN_IF_ERROR(gpu->fold(cuda->stream, dst));
-    RSSM_RETURN_IF_ERROR(gpu->set_slot(cuda->stream, dst, to, SlotCondition::kReady));
     restart(dst, to);
     return poison_unused(cuda, dst);
   }

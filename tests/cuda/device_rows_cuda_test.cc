@@ -355,6 +355,16 @@ TEST_F(CudaDeviceRows, BadCountsAcceptNothing) {
   ASSERT_TRUE(is_ok(m.stepper.enqueue()));
   m.expect_error({DeviceError::kCondition, 1, static_cast<std::int64_t>(SlotCondition::kInvalid),
                   static_cast<std::int64_t>(SlotCondition::kReady)});
+  // The host cannot know; the device does not spread what is broken.
+  const std::int64_t position = m.pool.cursor(kCuda, 1).value().position;
+  ASSERT_TRUE(is_ok(m.pool.materialize(kCuda, 1, position, 2)));
+  m.expect_error({DeviceError::kCondition, -1, static_cast<std::int64_t>(SlotCondition::kInvalid),
+                  static_cast<std::int64_t>(SlotCondition::kReady)});
+  m.stepper.put({tentative(2, names(3, 0, 2), 1)});
+  ASSERT_TRUE(is_ok(m.stepper.enqueue()));
+  m.expect_error({DeviceError::kCondition, 0, static_cast<std::int64_t>(SlotCondition::kInvalid),
+                  static_cast<std::int64_t>(SlotCondition::kReady)});
+  m.stepper.put(m.good);
   ASSERT_TRUE(is_ok(m.pool.copy(kCuda, 0, 1)));
   ASSERT_TRUE(is_ok(m.stepper.enqueue()));
   EXPECT_EQ(m.pool.take_device_error(kCuda).value().what, DeviceError::kNone);

@@ -154,7 +154,8 @@ class CudaPool final : public DevicePool {
         params.row_count = 1;
         RSSM_RETURN_IF_ERROR(mamba2_cuda_step(params, info_, cuda_stream(stream)));
       }
-      return {};
+      launch_end_fold(table_, slot, cuda_stream(stream));
+      return to_status(cudaGetLastError(), "fold");
     });
   }
   Status fold_external(Stream stream, int layer, const ExternalRecords& records, bool from_zero,

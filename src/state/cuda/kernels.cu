@@ -22,6 +22,12 @@ __global__ void force_flush_kernel(SlotTable table, std::int32_t slot) {
   table.cursors[slot].force_flush = true;
 }
 
+__global__ void end_fold_kernel(SlotTable table, std::int32_t slot) {
+  Cursor& cursor = table.cursors[slot];
+  cursor.checkpoint_position = cursor.position;
+  cursor.force_flush = false;
+}
+
 /// First position whose entry of a ring field a sequence at `cursor` owns.
 __device__ std::int64_t first_owned(const SlotTable& table, const DeviceField& f,
                                     const Cursor& cursor) {
@@ -81,6 +87,8 @@ __global__ void copy_slot_kernel(SlotTable table, std::int32_t src, std::int32_t
       report_error(table.error, DeviceError::kCondition, -1,
                    static_cast<std::int64_t>(table.conditions[src]),
                    static_cast<std::int64_t>(SlotCondition::kReady));
+      table.cursors[dst] = Cursor{};
+      table.conditions[dst] = SlotCondition::kInvalid;
     }
     return;
   }
@@ -202,6 +210,10 @@ void launch_set_slot(const SlotTable& table, std::int32_t slot, const Cursor& cu
 
 void launch_force_flush(const SlotTable& table, std::int32_t slot, cudaStream_t stream) {
   force_flush_kernel<<<1, 1, 0, stream>>>(table, slot);
+}
+
+void launch_end_fold(const SlotTable& table, std::int32_t slot, cudaStream_t stream) {
+  end_fold_kernel<<<1, 1, 0, stream>>>(table, slot);
 }
 
 void launch_copy_slot(const SlotTable& table, std::int32_t src, std::int32_t dst,

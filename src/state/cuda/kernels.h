@@ -50,8 +50,11 @@ void launch_set_slot(const SlotTable& table, std::int32_t slot, const Cursor& cu
                      SlotCondition condition, cudaStream_t stream);
 void launch_force_flush(const SlotTable& table, std::int32_t slot, cudaStream_t stream);
 
+/// A slot whose records have been folded: its checkpoint is that of its position.
+void launch_end_fold(const SlotTable& table, std::int32_t slot, cudaStream_t stream);
+
 /// Copies what src owns to dst, records and convolution inputs up to `prefix` (negative: position);
-/// dst becomes ready at {checkpoint_position, prefix}. src must be ready.
+/// dst becomes ready at {checkpoint_position, prefix}, or invalid if src is not ready.
 void launch_copy_slot(const SlotTable& table, std::int32_t src, std::int32_t dst,
                       std::int64_t prefix, cudaStream_t stream);
 /// Fills a slot's pages with NaN: all, or what its cursor does not reach.
