@@ -64,9 +64,9 @@ typedef struct rssm_device_properties {
   uint64_t free_memory;
 } rssm_device_properties;
 
-/* Devices of a kind that can be used; fails, saying why, where there is none. */
-RSSM_API rssm_status rssm_device_count(rssm_device_kind kind, int32_t* count);
-RSSM_API rssm_status rssm_device_query(rssm_device_kind kind, int32_t index,
+/* Devices of a kind (rssm_device_kind) that can be used; fails, saying why, where there is none. */
+RSSM_API rssm_status rssm_device_count(int32_t kind, int32_t* count);
+RSSM_API rssm_status rssm_device_query(int32_t kind, int32_t index,
                                        rssm_device_properties* properties);
 
 /* ---- Contexts ---- */

@@ -187,7 +187,7 @@ const char* rssm_last_error(void) { return last_error; }
 
 int rssm_version(void) { return RSSM_VERSION_MAJOR * 1000 + RSSM_VERSION_MINOR; }
 
-rssm_status rssm_device_count(rssm_device_kind kind, int32_t* count) {
+rssm_status rssm_device_count(int32_t kind, int32_t* count) {
   return guarded([&]() -> Status {
     RSSM_RETURN_IF_ERROR(check_not_null("count", count));
     RSSM_ASSIGN_OR_RETURN(const DeviceKind k, device_kind(kind));
@@ -196,8 +196,7 @@ rssm_status rssm_device_count(rssm_device_kind kind, int32_t* count) {
   });
 }
 
-rssm_status rssm_device_query(rssm_device_kind kind, int32_t index,
-                              rssm_device_properties* properties) {
+rssm_status rssm_device_query(int32_t kind, int32_t index, rssm_device_properties* properties) {
   return guarded([&]() -> Status {
     RSSM_RETURN_IF_ERROR(check_not_null("properties", properties));
     RSSM_ASSIGN_OR_RETURN(const DeviceKind k, device_kind(kind));

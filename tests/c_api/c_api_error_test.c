@@ -63,7 +63,7 @@ static void devices_are_named(void) {
   CHECK(strncmp(properties.name, "cpu", 3) == 0 && properties.compute_capability == 0);
   CHECK_REFUSED(rssm_device_query(RSSM_DEVICE_CPU, 3, &properties), RSSM_INVALID_ARGUMENT, "cpu:3",
                 "cpu:0");
-  CHECK_REFUSED(rssm_device_count((rssm_device_kind)5, &count), RSSM_INVALID_ARGUMENT, "kind", "5");
+  CHECK_REFUSED(rssm_device_count(5, &count), RSSM_INVALID_ARGUMENT, "kind", "5");
   if (rssm_device_count(RSSM_DEVICE_CUDA, &count) == RSSM_OK) {
     CHECK(count > 0);
     CHECK_OK(rssm_device_query(RSSM_DEVICE_CUDA, 0, &properties));
