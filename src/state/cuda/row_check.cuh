@@ -11,8 +11,8 @@ namespace replayssm::cuda {
 
 struct RowCheck {
   const DeviceRow* rows = nullptr;
-  std::int64_t token_count = 0;     // tokens of the operands
-  const Cursor* cursors = nullptr;  // (slots)
+  std::int64_t token_count = 0;               // tokens of the operands
+  const Cursor* cursors = nullptr;            // (slots)
   const SlotCondition* conditions = nullptr;  // (slots), or null: not kept
   SlotCondition expected = SlotCondition::kReady;
   std::int64_t slots = 0;
@@ -53,8 +53,7 @@ __device__ inline DeviceRow checked_row(const RowCheck& p, std::int64_t i) {
   }
   if (row.kind != RowKind::kCommitted &&
       (row.token_count < 1 || row.token_count > p.limits.draft_capacity)) {
-    report_error(p.error, DeviceError::kTokenCount, i, row.token_count,
-                 p.limits.draft_capacity);
+    report_error(p.error, DeviceError::kTokenCount, i, row.token_count, p.limits.draft_capacity);
     return padding;
   }
   if (p.conditions != nullptr && p.conditions[row.slot] != p.expected) {
