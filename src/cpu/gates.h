@@ -2,6 +2,8 @@
 // so a sequence sees one gate whatever path its tokens took. SiLU is in cpu/simd/vec_math.h.
 #pragma once
 
+#include <initializer_list>
+
 #include "cpu/simd/vec_math.h"
 #include "replayssm/dtype.h"
 
