@@ -101,7 +101,7 @@ Status run(const GenerateCommand& command) {
   const std::string& text = stream.finish();
   if (command.common.json) {
     print_json(run_json(*session, run, text));
-    return {};
+    return run.saved;
   }
   const TrafficPerToken traffic = traffic_per_token(run.generation);
   fmt::print("\n");
@@ -113,7 +113,7 @@ Status run(const GenerateCommand& command) {
       decode_text(run), run.plan.reason, to_string(run.state), drafts_text(run),
       session->context.thread_count(), to_string(session->context.isa), bytes_text(traffic.read),
       bytes_text(traffic.written));
-  return {};
+  return run.saved;
 }
 
 }  // namespace replayssm::app

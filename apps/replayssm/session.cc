@@ -112,8 +112,8 @@ Result<Run> run_generation(const Session& session, std::span<const std::int32_t>
   RSSM_ASSIGN_OR_RETURN(
       run.generation, continue_conversation(*engine, conversation, prompt, generate_options, sink));
   if (sessions.save) {
-    RSSM_ASSIGN_OR_RETURN(const std::vector<std::byte> bytes, save_session(*engine, conversation));
-    RSSM_RETURN_IF_ERROR(write_file_atomically(*sessions.save, bytes));
+    const Result<std::vector<std::byte>> bytes = save_session(*engine, conversation);
+    run.saved = bytes.ok() ? write_file_atomically(*sessions.save, *bytes) : bytes.status();
   }
   return run;
 }

@@ -57,6 +57,7 @@ struct Run {
   SequenceBytes bytes;
   std::int64_t restored_tokens = 0;  // of the session that went on
   Generation generation;
+  Status saved;  // of RunSessions::save: what was generated outlives a file that cannot be written
 };
 
 /// Sessions around a run: one to go on with, and where to save what it became.
@@ -70,7 +71,8 @@ Result<Run> run_generation(const Session& session, std::span<const std::int32_t>
                            const RunSettings& settings, const GenerateOptions& options,
                            const TokenSink& sink, const RunSessions& sessions = {});
 
-/// State bytes moved per token that a decode step drew.
+/// State bytes moved per token that a decode step drew, by the target; a draft model's own are not
+/// counted.
 struct TrafficPerToken {
   double read = 0;
   double written = 0;

@@ -28,6 +28,8 @@ inline std::uint64_t fnv1a(std::span<const std::byte> bytes,
 
 class ByteWriter {
  public:
+  /// Large images are not to be moved as they grow.
+  void reserve(std::size_t size) { out_.reserve(size); }
   void bytes(const void* data, std::size_t size) {
     const auto* p = static_cast<const std::byte*>(data);
     out_.insert(out_.end(), p, p + size);
@@ -62,6 +64,7 @@ class ByteReader {
   std::span<const std::byte> bytes(std::size_t size) {
     if (size > in_.size()) {
       ok_ = false;
+      in_ = {};
       return {};
     }
     const auto taken = in_.first(size);

@@ -79,10 +79,12 @@ Status Decoder::step(std::span<Stream* const> streams) {
   }
   RSSM_ASSIGN_OR_RETURN(std::span<const float> logits, engine_.run(work));
   const std::int64_t vocab = engine_.model().vocab_size;
+  // Every stream draws, also after one has failed: the step is committed for all of them.
   Status status;
-  for (std::size_t i = 0; i < streams.size() && status.ok(); ++i) {
+  for (std::size_t i = 0; i < streams.size(); ++i) {
     const auto size = rows_[i].size() * static_cast<std::size_t>(vocab);
-    status = accept(*streams[i], drafts_[i], logits.first(size), &accepted[i]);
+    Status drawn = accept(*streams[i], drafts_[i], logits.first(size), &accepted[i]);
+    if (status.ok()) status = std::move(drawn);
     logits = logits.subspan(size);
   }
   RSSM_RETURN_IF_ERROR(engine_.commit(accepted));

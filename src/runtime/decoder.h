@@ -50,7 +50,8 @@ class Decoder {
   ///   commit   what was drawn: SSM states, convolutions and KV cache follow from the position
   ///
   /// A token after the end is neither drawn, nor given to the sink, nor counted. When a sink fails
-  /// the step is committed as far as it went.
+  /// the step is committed for all streams, as far as each went, and the first error returned; the
+  /// others can go on. A stream whose draw failed has to be closed.
   Status step(std::span<Stream* const> streams);
 
   const DecodeCounts& counts() const { return counts_; }

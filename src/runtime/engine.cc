@@ -191,10 +191,16 @@ Status Engine::close(std::int32_t sequence) {
 }
 
 Status Engine::truncate(std::int32_t sequence, std::int64_t position) {
+  if (snapshots() && slot(sequence) < 0)
+    return failed_precondition("sequence ", sequence, " is not open");
   return pool_.truncate(slot(sequence), position);
 }
 
 Result<std::int64_t> Engine::position(std::int32_t sequence) const {
+  // Without snapshots a sequence is its slot, and the pool says what is wrong with it.
+  if (snapshots() && slot(sequence) < 0) {
+    return failed_precondition("sequence ", sequence, " is not open");
+  }
   RSSM_ASSIGN_OR_RETURN(const Cursor cursor, pool_.cursor(slot(sequence)));
   return cursor.position;
 }
@@ -376,9 +382,11 @@ Result<std::vector<std::byte>> Engine::save(std::int32_t sequence) const {
   RSSM_ASSIGN_OR_RETURN(const std::int64_t at, position(sequence));
   RSSM_ASSIGN_OR_RETURN(const std::vector<std::byte> state, pool_.save(slot(sequence)));
   ByteWriter out;
+  const KvCacheOptions& kv = cache_.options();
+  constexpr std::size_t kHeader = 64;
+  out.reserve(state.size() + kHeader + KvCache::bytes_per_token(kv) * static_cast<std::size_t>(at));
   out.value(static_cast<std::uint64_t>(state.size()));
   out.bytes(state.data(), state.size());
-  const KvCacheOptions& kv = cache_.options();
   out.value(at);
   out.value(static_cast<std::uint8_t>(kv.dtype));
   for (const auto& [name, value] : kv_geometry(kv)) out.value(value);
@@ -409,9 +417,11 @@ Status Engine::load(std::int32_t sequence, std::span<const std::byte> image) {
     return resource_exhausted("saved sequence has ", at, " tokens, the context holds ",
                               options_.context);
   }
-  const std::size_t bytes =
-      in.ok() ? KvCache::bytes_per_token(kv) * static_cast<std::size_t>(at) : 0;
-  if (!in.ok() || in.rest() != bytes) {
+  if (!in.ok()) {
+    return data_loss("saved sequence of ", image.size(), " bytes ends inside its header");
+  }
+  const std::size_t bytes = KvCache::bytes_per_token(kv) * static_cast<std::size_t>(at);
+  if (in.rest() != bytes) {
     return data_loss("saved sequence has ", in.rest(), " bytes of keys and values, expected ",
                      bytes);
   }

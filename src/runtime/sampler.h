@@ -93,7 +93,8 @@ class Sampler {
   ///
   /// An empty proposal says that the token was certain, q(drafted) = 1. The rule is then one draw
   /// from p and a comparison: accepted with probability p(drafted), else distributed as the rest of
-  /// p. The token is the one that sample() would have drawn, so drafts do not change the text.
+  /// p. The token is the one that sample() would have drawn, so drafts do not
+  /// change the text as long as they do not change the logits.
   Result<Verdict> verify(std::span<const float> logits, std::int32_t drafted,
                          std::span<const Candidate> proposal);
 

@@ -17,6 +17,9 @@ Result<std::vector<std::byte>> save_session(const Engine& engine,
                                             const Conversation& conversation) {
   RSSM_ASSIGN_OR_RETURN(const std::vector<std::byte> image, engine.save(conversation.sequence));
   ByteWriter out;
+  constexpr std::size_t kHeader = 128;
+  out.reserve(kHeader + engine.model_id().size() +
+              conversation.tokens.size() * sizeof(std::int32_t) + image.size());
   out.bytes(kMagic, sizeof kMagic);
   out.value(kVersion);
   out.text(engine.model_id());

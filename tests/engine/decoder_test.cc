@@ -347,6 +347,45 @@ TEST(DecoderTest, FailingReader) {
   }
 }
 
+/// A reader that fails in the middle of a step leaves the step's other texts alone.
+TEST(DecoderTest, FailingReaderBesideOthers) {
+  constexpr std::int64_t kCount = 60;
+  const std::vector<Tokens> prompts = {random_tokens(5, 61), random_tokens(3, 62)};
+  const std::map<std::int32_t, Tokens> texts{{0, plain_text(prompts[0], kCount)},
+                                             {1, plain_text(prompts[1], kCount)}};
+  for (const Way& way : ways()) {
+    SCOPED_TRACE(text_of(way));
+    const auto e = engine(way.decode, way.window, way.drafts, 2);
+    ScriptedDraft source(texts, ScriptedDraft::Mood::kRandom);
+    Decoder decoder(*e, &source, way.drafts);
+    std::vector<Stream> streams(2);
+    int calls = 0;
+    for (std::size_t i = 0; i < 2; ++i) {
+      streams[i].sequence = open_sequence(*e);
+      streams[i].tokens = prompts[i];
+      streams[i].wanted = kCount;
+      const auto logits = feed_prompt(*e, streams[i].sequence, prompts[i], {});
+      ASSERT_TRUE(is_ok(logits));
+      streams[i].sink = [&calls, i](std::int32_t, std::span<const float>) -> Result<bool> {
+        if (i == 0 && ++calls == 9) return data_loss("no reader");
+        return true;
+      };
+      ASSERT_TRUE(is_ok(Decoder::draw(streams[i], *logits)));
+    }
+    Status status;
+    while (status.ok()) {
+      status = decoder.step(std::vector<Stream*>{&streams[0], &streams[1]});
+    }
+    EXPECT_EQ(status.message(), "no reader");
+    ASSERT_TRUE(is_ok(e->close(streams[0].sequence)));
+    while (streams[1].wanted > 0) {
+      ASSERT_EQ(*e->position(streams[1].sequence), std::ssize(streams[1].tokens) - 1);
+      ASSERT_TRUE(is_ok(decoder.step(std::vector<Stream*>{&streams[1]})));
+    }
+    EXPECT_EQ(streams[1].tokens, texts.at(1));
+  }
+}
+
 // ---- Sampling ----
 
 /// Certain drafts do not even change the random numbers: a seed gives the same text with them.

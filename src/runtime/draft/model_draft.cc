@@ -63,6 +63,11 @@ Status ModelDraft::close(std::int32_t sequence) {
 
 Status ModelDraft::catch_up(Stream& stream, std::span<const std::int32_t> tokens) {
   const auto size = static_cast<std::int64_t>(tokens.size());
+  if (stream.agreed > 0 && size == stream.agreed) {
+    // The text has not grown since the last round: its last token is fed again like a drafted one.
+    --stream.agreed;
+    stream.drafted.insert(stream.drafted.begin(), tokens.back());
+  }
   if (size < stream.agreed + 1) {
     return invalid_argument("the text has ", size, " tokens, expected more than the ",
                             stream.agreed, " the draft model has read");
@@ -120,14 +125,17 @@ Status ModelDraft::draft(std::span<const DraftRequest> requests, std::span<Draft
     if (work.empty()) return {};
     RSSM_ASSIGN_OR_RETURN(const std::span<const float> logits, engine_->advance(work));
     const std::size_t vocab = logits.size() / rows.size();
-    for (std::size_t row = 0; row < rows.size(); ++row) {
-      Draft& draft = drafts[rows[row]];
-      Stream& stream = *streams[rows[row]];
+    // Before any draw, which may fail: all rows have moved.
+    for (const std::size_t row : rows) {
+      Stream& stream = *streams[row];
       if (step == 0) {
         stream.agreed += static_cast<std::int64_t>(stream.unfed.size());
       } else {
-        stream.drafted.push_back(draft.tokens.back());
+        stream.drafted.push_back(drafts[row].tokens.back());
       }
+    }
+    for (std::size_t row = 0; row < rows.size(); ++row) {
+      Draft& draft = drafts[rows[row]];
       std::vector<Candidate> proposal;
       RSSM_ASSIGN_OR_RETURN(
           const std::int32_t token,

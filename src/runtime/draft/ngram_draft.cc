@@ -43,8 +43,8 @@ std::vector<std::int32_t> NgramIndex::continuation(std::span<const std::int32_t>
     if (found == last_.end()) break;
     const auto end = static_cast<std::size_t>(found->second);
     const auto length = static_cast<std::size_t>(n);
-    if (!std::equal(text.end() - n, text.end(),
-                    text.begin() + static_cast<std::ptrdiff_t>(end - length))) {
+    if (end < length || !std::equal(text.end() - n, text.end(),
+                                    text.begin() + static_cast<std::ptrdiff_t>(end - length))) {
       break;  // two n-grams of one hash
     }
     from = found->second;
