@@ -113,8 +113,8 @@ struct StatePoolOptions {
   /// Identifies the model in saved states; a state of another model is refused.
   std::string model_id;
   /// Caller-owned memory of the device, at least bytes_per_slot() * slots, aligned to 64; empty:
-  /// the pool reserves its own. (A CUDA pool keeps cursors and rows, under 100 bytes a slot or row,
-  /// in memory of its own.)
+  /// the pool reserves its own. (A CUDA pool keeps cursors and rows, under 200 bytes a slot and its
+  /// row, in memory of its own.)
   std::span<std::byte> storage;
 };
 

@@ -23,12 +23,20 @@ inline void pause() {
 
 struct ThreadPool::Impl {
   explicit Impl(int threads) : spin(std::thread::hardware_concurrency() >= unsigned(threads)) {
-    for (int worker = 1; worker < threads; ++worker) {
-      workers.emplace_back([this, worker] { run(worker); });
+    try {
+      for (int worker = 1; worker < threads; ++worker) {
+        workers.emplace_back([this, worker] { run(worker); });
+      }
+    } catch (...) {
+      shut_down();  // a machine out of threads is the caller's to handle, not the end of the
+                    // process
+      throw;
     }
   }
 
-  ~Impl() {
+  ~Impl() { shut_down(); }
+
+  void shut_down() {
     {
       std::lock_guard lock(mutex);
       stop = true;

@@ -18,6 +18,12 @@
 
 namespace replayssm {
 
+/// What a device knows about a slot.
+struct DeviceSlot {
+  Cursor cursor;
+  SlotCondition condition = SlotCondition::kFree;
+};
+
 /// Calls launch on `stream` and return; those that wait for it say so. The host has validated slots
 /// and, where it knows them, positions.
 class DevicePool {
@@ -38,7 +44,7 @@ class DevicePool {
                           SlotCondition condition) = 0;
   virtual Status force_flush(Stream stream, std::int32_t slot) = 0;
   /// Waits.
-  virtual Result<Cursor> fetch_cursor(Stream stream, std::int32_t slot) = 0;
+  virtual Result<DeviceSlot> fetch_slot(Stream stream, std::int32_t slot) = 0;
   /// Copies checkpoint, live records up to `prefix` (absent: all) and convolution inputs; dst
   /// becomes ready with the copied cursor. If src turns out not to be ready, dst becomes invalid.
   virtual Status copy(Stream stream, std::int32_t src, std::int32_t dst,

@@ -96,7 +96,8 @@ struct StatePool::Impl {
 
   /// Unique among all pools of the process, so that a step is never mistaken for another pool's.
   static std::uint64_t next_generation();
-
+  /// Before a slot's pages are overwritten: if that fails, nobody takes what is there for a state.
+  Status invalidate(const CudaContext* cuda, std::int32_t slot);
   /// Gives `slot` a new sequence: the only place a slot becomes ready from scratch. (The device has
   /// been told already.)
   void restart(std::int32_t slot, const Cursor& cursor);

@@ -230,6 +230,8 @@ Status StatePool::Impl::load(const CpuContext& cpu, const CudaContext* cuda, std
   }
   if (folds) cursor.checkpoint_position = cursor.position;
 
+  // Until all of it is there the slot holds nothing.
+  RSSM_RETURN_IF_ERROR(pool.invalidate(cuda, slot));
   RSSM_RETURN_IF_ERROR(pool.poison_slot(cuda, slot));
   std::vector<std::byte> staging;  // a device's page; what the image does not fill is never read
   for (int layer = 0; static_cast<std::size_t>(layer) < layouts.size(); ++layer) {

@@ -247,8 +247,20 @@ Status StatePool::Impl::check_device(const CudaContext* cuda) const {
 
 Result<Cursor> StatePool::Impl::ready_cursor(const CudaContext* cuda, std::int32_t slot) const {
   RSSM_RETURN_IF_ERROR(check_ready(slot));
-  if (cursors_on_device) return gpu->fetch_cursor(cuda->stream, slot);
-  return slots[static_cast<std::size_t>(slot)].cursor;
+  if (!cursors_on_device) return slots[static_cast<std::size_t>(slot)].cursor;
+  RSSM_ASSIGN_OR_RETURN(const DeviceSlot found, gpu->fetch_slot(cuda->stream, slot));
+  if (found.condition != SlotCondition::kReady) {
+    return failed_precondition("slot ", slot, " is ", to_string(found.condition),
+                               " on the device, expected ready");
+  }
+  return found.cursor;
+}
+
+Status StatePool::Impl::invalidate(const CudaContext* cuda, std::int32_t slot) {
+  slots[static_cast<std::size_t>(slot)] = {
+      .cursor = {}, .condition = SlotCondition::kInvalid, .generation = next_generation()};
+  if (cuda == nullptr) return {};
+  return gpu->set_slot(cuda->stream, slot, {}, SlotCondition::kInvalid);
 }
 
 Status StatePool::Impl::check_rewind(std::int32_t slot, const Cursor& cursor, std::int64_t position,
@@ -445,7 +457,8 @@ Result<Cursor> StatePool::cursor(const CudaContext& context, std::int32_t slot) 
   RSSM_RETURN_IF_ERROR(impl_->check_device(&context));
   if (!impl_->cursors_on_device) RSSM_RETURN_IF_ERROR(cursor(slot).status());
   RSSM_RETURN_IF_ERROR(impl_->check_slot(slot));
-  return impl_->gpu->fetch_cursor(context.stream, slot);
+  RSSM_ASSIGN_OR_RETURN(const DeviceSlot found, impl_->gpu->fetch_slot(context.stream, slot));
+  return found.cursor;
 }
 
 Status StatePool::Impl::force_flush(const CudaContext* cuda, std::int32_t slot) {
@@ -475,6 +488,7 @@ Status StatePool::Impl::copy(const CudaContext* cuda, std::int32_t src, std::int
   RSSM_RETURN_IF_ERROR(check_slot(dst));
   if (src == dst) return invalid_argument("copy of slot ", src, " onto itself");
   const Cursor cursor = slots[static_cast<std::size_t>(src)].cursor;
+  RSSM_RETURN_IF_ERROR(invalidate(cuda, dst));
   RSSM_RETURN_IF_ERROR(poison_slot(cuda, dst));
   if (cuda != nullptr) {
     RSSM_RETURN_IF_ERROR(gpu->copy(cuda->stream, src, dst, std::nullopt));
@@ -509,6 +523,7 @@ Status StatePool::Impl::materialize(const CpuContext& cpu, const CudaContext* cu
     RSSM_RETURN_IF_ERROR(check_parameters(layer));
   }
   const Cursor to{.checkpoint_position = prefix, .position = prefix};
+  RSSM_RETURN_IF_ERROR(invalidate(cuda, dst));
   RSSM_RETURN_IF_ERROR(poison_slot(cuda, dst));
   if (cuda != nullptr) {
     // On the device the records travel, and are folded where they arrive.
@@ -695,7 +710,8 @@ Status StatePool::Impl::abort(const CudaContext* cuda, Step& step) {
     if (row.slot < 0 || !holds(step, row)) continue;
     Slot& slot = slots[static_cast<std::size_t>(row.slot)];
     if (cursors_on_device) {
-      RSSM_ASSIGN_OR_RETURN(slot.cursor, gpu->fetch_cursor(cuda->stream, row.slot));
+      RSSM_ASSIGN_OR_RETURN(const DeviceSlot found, gpu->fetch_slot(cuda->stream, row.slot));
+      slot.cursor = found.cursor;
     }
     slot.condition = outlives_abort(row.kind, slot.cursor, options.limits, conv_ran, recurrence_ran)
                          ? SlotCondition::kReady

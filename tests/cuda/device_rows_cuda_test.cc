@@ -355,9 +355,16 @@ TEST_F(CudaDeviceRows, BadCountsAcceptNothing) {
   ASSERT_TRUE(is_ok(m.stepper.enqueue()));
   m.expect_error({DeviceError::kCondition, 1, static_cast<std::int64_t>(SlotCondition::kInvalid),
                   static_cast<std::int64_t>(SlotCondition::kReady)});
-  // The host cannot know; the device does not spread what is broken.
+  // What needs the cursor asks the device, and is told; a copy finds out there. Neither spreads
+  // what is broken.
   const std::int64_t position = m.pool.cursor(kCuda, 1).value().position;
-  ASSERT_TRUE(is_ok(m.pool.materialize(kCuda, 1, position, 2)));
+  for (const Status& status :
+       {m.pool.materialize(kCuda, 1, position, 2), m.pool.truncate(kCuda, 1, position),
+        m.pool.save(kCuda, 1).status()}) {
+    EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition);
+    EXPECT_NE(status.message().find("slot 1 is invalid"), std::string::npos) << status.message();
+  }
+  ASSERT_TRUE(is_ok(m.pool.copy(kCuda, 1, 2)));
   m.expect_error({DeviceError::kCondition, -1, static_cast<std::int64_t>(SlotCondition::kInvalid),
                   static_cast<std::int64_t>(SlotCondition::kReady)});
   m.stepper.put({tentative(2, names(3, 0, 2), 1)});
@@ -379,6 +386,9 @@ TEST_F(CudaDeviceRows, StepsOutOfOrderAreReported) {
   Result<Step> open = m.pool.begin_step(kCuda, m.stepper.rows());
   ASSERT_TRUE(is_ok(open));
   ASSERT_TRUE(is_ok(m.stepper.ops(*open)));
+  // A flush forced now would make the commit believe that this step has flushed.
+  ASSERT_TRUE(is_ok(m.pool.force_flush(kCuda, m.good[0].slot)));
+  m.expect_error({DeviceError::kCondition, -1, kInStep, kReady});
   // Another begin without a commit: the row is inside the first step.
   Result<Step> second = m.pool.begin_step(kCuda, m.stepper.rows());
   ASSERT_TRUE(is_ok(second));

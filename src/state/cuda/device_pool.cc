@@ -117,10 +117,12 @@ class CudaPool final : public DevicePool {
   std::byte* base() const override { return table_.base; }
 
   Status set_mamba2_a(int layer, std::span<const float> a) override {
-    return with_device("upload of mamba2 A", [&] {
-      return to_status(
-          cudaMemcpy(a_[index(layer)], a.data(), a.size_bytes(), cudaMemcpyHostToDevice),
-          "upload of mamba2 A");
+    return with_device("upload of mamba2 A", [&]() -> Status {
+      RSSM_RETURN_IF_ERROR(
+          to_status(cudaMemcpy(a_[index(layer)], a.data(), a.size_bytes(), cudaMemcpyHostToDevice),
+                    "upload of mamba2 A"));
+      // From pageable memory the copy may return before the device has it.
+      return to_status(cudaStreamSynchronize(nullptr), "upload of mamba2 A");
     });
   }
 
@@ -134,10 +136,12 @@ class CudaPool final : public DevicePool {
   Status force_flush(Stream stream, std::int32_t slot) override {
     return launch("forced flush", [&] { launch_force_flush(table_, slot, cuda_stream(stream)); });
   }
-  Result<Cursor> fetch_cursor(Stream stream, std::int32_t slot) override {
-    Cursor cursor;
-    RSSM_RETURN_IF_ERROR(read(stream, table_.cursors + slot, &cursor, sizeof cursor));
-    return cursor;
+  Result<DeviceSlot> fetch_slot(Stream stream, std::int32_t slot) override {
+    DeviceSlot out;
+    RSSM_RETURN_IF_ERROR(read(stream, table_.cursors + slot, &out.cursor, sizeof out.cursor));
+    RSSM_RETURN_IF_ERROR(
+        read(stream, table_.conditions + slot, &out.condition, sizeof out.condition));
+    return out;
   }
   Status copy(Stream stream, std::int32_t src, std::int32_t dst,
               std::optional<std::int64_t> prefix) override {
@@ -451,9 +455,8 @@ Status CudaPool::initialize() {
   RSSM_RETURN_IF_ERROR(fill(table_.error, 0, sizeof(DeviceError)));
   if (options_.poison) RSSM_RETURN_IF_ERROR(fill(table_.base, 0xff, plan_.page_bytes));
   // The first launch: a binary without code for this device is found out here.
-  launch_force_flush(table_, 0, nullptr);
+  launch_set_slot(table_, 0, {}, SlotCondition::kFree, nullptr);
   RSSM_RETURN_IF_ERROR(to_status(cudaGetLastError(), "first kernel of the pool"));
-  RSSM_RETURN_IF_ERROR(fill(table_.cursors, 0, sizeof(Cursor)));
   return to_status(cudaDeviceSynchronize(), "set-up of the pool");
 }
 

@@ -18,7 +18,15 @@ __global__ void set_slot_kernel(SlotTable table, std::int32_t slot, Cursor curso
   table.conditions[slot] = condition;
 }
 
+/// Only between steps: the rows of a begun one have been planned, and its commit would believe that
+/// they flushed.
 __global__ void force_flush_kernel(SlotTable table, std::int32_t slot) {
+  if (table.conditions[slot] != SlotCondition::kReady) {
+    report_error(table.error, DeviceError::kCondition, -1,
+                 static_cast<std::int64_t>(table.conditions[slot]),
+                 static_cast<std::int64_t>(SlotCondition::kReady));
+    return;
+  }
   table.cursors[slot].force_flush = true;
 }
 

@@ -92,10 +92,8 @@ std::string Mamba2CudaConfig::to_string() const {
 Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
                                               const CudaDeviceInfo& device,
                                               const Mamba2Tuning& tuning) {
-  constexpr std::int64_t kMostInGrid = 65535;  // of a grid's second and third extent
-  if (p.row_count > kMostInGrid || p.groups > kMostInGrid) {
-    return unsupported("a step of ", p.row_count, " rows and ", p.groups,
-                       " groups; a launch allows ", kMostInGrid, " of each");
+  if (p.groups > kMamba2MostInGrid) {
+    return unsupported(p.groups, " groups; a launch allows ", kMamba2MostInGrid);
   }
   // Tried in this order: the first with the wanted warps per multiprocessor wins, else the one with
   // most. A tile of fp32 is enough for a warp to have in flight while others work; a tile of
@@ -148,6 +146,7 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
                        " and state size ", p.state_size, "; the device allows ",
                        device.shared_per_block);
   }
+  best.shared_limit = static_cast<std::int32_t>(device.shared_per_block);
   return best;
 }
 

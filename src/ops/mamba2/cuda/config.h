@@ -17,6 +17,7 @@ namespace replayssm::cuda {
 inline constexpr int kMamba2MaxWarps = 4;
 inline constexpr int kMamba2MaxStages = 8;
 inline constexpr int kTileRows = 16;
+inline constexpr std::int64_t kMamba2MostInGrid = 65535;  // of a grid's second and third extent
 
 /// Where everything lies in a block's shared memory; byte offsets.
 struct Mamba2SharedPlan {
@@ -65,6 +66,7 @@ struct Mamba2CudaConfig {
   std::int32_t blocks_per_group = 0;
   std::int64_t blocks = 0;
   int blocks_per_multiprocessor = 0;  // that fit
+  std::int32_t shared_limit = 0;      // bytes a block may have on the device
   std::string reason;
 
   /// "2 stages x 4 warps, 8 tiles per run, 4096 blocks, 73216 B shared, 3 per SM: <reason>".

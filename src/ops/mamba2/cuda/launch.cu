@@ -1,5 +1,6 @@
 #include "ops/mamba2/cuda/launch.h"
 
+#include <algorithm>
 #include <initializer_list>
 
 #include "ops/mamba2/cuda/kernels.h"
@@ -153,15 +154,23 @@ Status mamba2_cuda_step(const Mamba2CudaParams& params, const Mamba2CudaConfig& 
     return invalid_argument("warps per block is ", launch.warps, ", expected 1 to ",
                             kMamba2MaxWarps);
   }
+  // The device's limit, not this launch's need: the attribute is the kernel's, and another thread's
+  // launch may need more.
   RSSM_RETURN_IF_ERROR(
       check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                 cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared.bytes),
+                                 cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_limit),
             "shared memory of the Mamba-2 step"));
-  const dim3 grid(static_cast<unsigned>(config.blocks_per_group),
-                  static_cast<unsigned>(params.groups), static_cast<unsigned>(params.row_count));
-  kernel<<<grid, static_cast<unsigned>(launch.warps * 32),
-           static_cast<std::size_t>(launch.shared.bytes), stream>>>(params, launch);
-  return check(cudaGetLastError(), "launch of the Mamba-2 step");
+  Mamba2CudaParams slice = params;
+  for (std::int64_t first = 0; first < params.row_count; first += kMamba2MostInGrid) {
+    slice.rows = params.rows + first;
+    slice.row_count = std::min(kMamba2MostInGrid, params.row_count - first);
+    const dim3 grid(static_cast<unsigned>(config.blocks_per_group),
+                    static_cast<unsigned>(params.groups), static_cast<unsigned>(slice.row_count));
+    kernel<<<grid, static_cast<unsigned>(launch.warps * 32),
+             static_cast<std::size_t>(launch.shared.bytes), stream>>>(slice, launch);
+    RSSM_RETURN_IF_ERROR(check(cudaGetLastError(), "launch of the Mamba-2 step"));
+  }
+  return {};
 }
 
 Status mamba2_cuda_step(const Mamba2CudaParams& params, const CudaDeviceInfo& device,
