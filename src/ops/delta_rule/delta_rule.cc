@@ -6,7 +6,7 @@
 #include "cpu/dispatch.h"
 #include "ops/delta_rule/cpu/kernel.h"
 #include "ops/operands.h"
-#include "ops/work_split.h"
+#include "ops/run_rows.h"
 #include "state/pool_impl.h"
 
 namespace replayssm {
@@ -29,7 +29,6 @@ const DeltaRuleKernels& delta_rule_kernels(CpuIsa isa, DType checkpoint, DType a
 
 namespace {
 
-using cpu::DeltaRuleFunction;
 using cpu::DeltaRuleKernels;
 using cpu::DeltaRuleTask;
 
@@ -158,20 +157,11 @@ void point_at_tokens(DeltaRuleTask& task, const StepRow& row, const DeltaRuleOpe
   task.o_head_stride = o.o.strides[1];
 }
 
-/// Restricts a row's task to work item `index` of the row; false if the item is empty.
-bool select(DeltaRuleTask& task, const WorkSplit& split, std::int64_t index) {
-  const WorkSplit::Item item = split.item(index);
+void select(DeltaRuleTask& task, const WorkSplit::Item& item) {
   task.key_head = item.group;
   task.head_begin = item.head_begin;
   task.head_end = item.head_end;
   task.appends_key = item.first;
-  return task.head_begin < task.head_end;
-}
-
-DeltaRuleFunction function_for(const DeltaRuleKernels& kernels, RowKind kind, const Cursor& cursor,
-                               ReplayLimits limits) {
-  if (kind == RowKind::kCommitted) return kernels.committed;
-  return tentative_row_flushes(cursor, limits) ? kernels.flush : kernels.tentative;
 }
 
 }  // namespace
@@ -188,34 +178,24 @@ Status delta_rule_step(const CpuContext& context, StatePool& pool, int layer, St
 
   const DeltaRuleKernels& kernels = cpu::delta_rule_kernels(
       context.isa, options.checkpoint, options.activation, shape.channel_decay);
-  const std::vector<StepRow>& rows = step.rows();
   DeltaRuleTask base = layer_task(shape);
   set_parameters(base, params);
   const WorkSplit split(shape.key_heads, shape.heads_per_key(),
-                        static_cast<std::int64_t>(rows.size()), context.thread_count());
+                        static_cast<std::int64_t>(step.rows().size()), context.thread_count());
+  run_rows(
+      context, impl, step, split, kernels, operands.o,
+      [&](const StepRow& row, const Cursor& cursor) {
+        DeltaRuleTask task = base;
+        point_at_slot(task, impl, layer, row.slot, cursor);
+        point_at_tokens(task, row, operands);
+        return task;
+      },
+      select);
 
-  const auto run_item = [&](std::int64_t item, int) {
-    const StepRow& row = rows[static_cast<std::size_t>(item / split.items_per_row())];
-    if (row.slot < 0) {
-      if (item % split.items_per_row() == 0) zero_tokens(operands.o, row);
-      return;
-    }
-    const Cursor& cursor = impl.slots[static_cast<std::size_t>(row.slot)].cursor;
-    DeltaRuleTask task = base;
-    point_at_slot(task, impl, layer, row.slot, cursor);
-    point_at_tokens(task, row, operands);
-    if (select(task, split, item % split.items_per_row())) {
-      function_for(kernels, row.kind, cursor, options.limits)(task);
-    }
-  };
-  context.parallel_for(static_cast<std::int64_t>(rows.size()) * split.items_per_row(), run_item);
-
-  for (const StepRow& row : rows) {
-    if (row.slot < 0) continue;
-    const Cursor& cursor = impl.slots[static_cast<std::size_t>(row.slot)].cursor;
-    impl.traffic += delta_rule_row_traffic(shape, options.checkpoint, options.activation,
-                                           options.limits, row.kind, cursor, row.token_count);
-  }
+  add_traffic(impl, step, [&](const StepRow& row, const Cursor& cursor) {
+    return delta_rule_row_traffic(shape, options.checkpoint, options.activation, options.limits,
+                                  row.kind, cursor, row.token_count);
+  });
   StatePool::Impl::leave(step, layer, StatePool::Impl::kRecurrencePart);
   return {};
 }
@@ -260,20 +240,12 @@ StateTraffic delta_rule_row_traffic(const DeltaRuleShape& shape, DType checkpoin
 void delta_rule_fold(const CpuContext& context, const StatePoolOptions& options,
                      const DeltaRuleShape& shape, const FoldTask& fold) {
   DeltaRuleTask base = layer_task(shape);
-  base.checkpoint_in = fold.checkpoint_in;
-  base.checkpoint = fold.checkpoint;
   // Kernels write to the ring only where they append, which a fold does not.
   point_at_records(base, [&](const char* name) { return fold.records.at(name); });
-  base.places = fold.places;
-  base.first_place = fold.first_place;
-  base.live = fold.count;
   const DeltaRuleKernels& kernels = cpu::delta_rule_kernels(
       context.isa, options.checkpoint, options.activation, shape.channel_decay);
   const WorkSplit split(shape.key_heads, shape.heads_per_key(), 1, context.thread_count());
-  context.parallel_for(split.items_per_row(), [&](std::int64_t item, int) {
-    DeltaRuleTask task = base;
-    if (select(task, split, item)) kernels.fold(task);
-  });
+  run_fold(context, split, kernels, fold, base, select);
 }
 
 }  // namespace replayssm

@@ -4,7 +4,7 @@
 #include "ops/fold.h"
 #include "ops/mamba2/cpu/kernel.h"
 #include "ops/operands.h"
-#include "ops/work_split.h"
+#include "ops/run_rows.h"
 #include "state/pool_impl.h"
 
 namespace replayssm {
@@ -23,7 +23,6 @@ const Mamba2Kernels& mamba2_kernels(CpuIsa isa, DType checkpoint, DType activati
 
 namespace {
 
-using cpu::Mamba2Function;
 using cpu::Mamba2Kernels;
 using cpu::Mamba2Task;
 
@@ -114,30 +113,19 @@ void point_at_tokens(Mamba2Task& task, const StepRow& row, const Mamba2Operands&
   task.y_head_stride = o.y.strides[1];
 }
 
-/// Restricts a row's task to work item `index` of the row; false if the item is empty.
-bool select(Mamba2Task& task, const WorkSplit& split, std::int64_t index) {
-  const WorkSplit::Item item = split.item(index);
+void select(Mamba2Task& task, const WorkSplit::Item& item) {
   task.group = item.group;
   task.head_begin = item.head_begin;
   task.head_end = item.head_end;
   task.appends_b = item.first;
-  return task.head_begin < task.head_end;
-}
-
-Mamba2Function function_for(const Mamba2Kernels& kernels, RowKind kind, const Cursor& cursor,
-                            ReplayLimits limits) {
-  if (kind == RowKind::kCommitted) return kernels.committed;
-  return tentative_row_flushes(cursor, limits) ? kernels.flush : kernels.tentative;
 }
 
 void count_traffic(StatePool::Impl& pool, const Mamba2Shape& shape, const Step& step) {
   const StatePoolOptions& options = pool.options;
-  for (const StepRow& row : step.rows()) {
-    if (row.slot < 0) continue;
-    const Cursor& cursor = pool.slots[static_cast<std::size_t>(row.slot)].cursor;
-    pool.traffic += mamba2_row_traffic(shape, options.checkpoint, options.activation,
-                                       options.limits, row.kind, cursor, row.token_count);
-  }
+  add_traffic(pool, step, [&](const StepRow& row, const Cursor& cursor) {
+    return mamba2_row_traffic(shape, options.checkpoint, options.activation, options.limits,
+                              row.kind, cursor, row.token_count);
+  });
 }
 
 std::string describe(const Mamba2Shape& shape, const StatePoolOptions& options) {
@@ -163,27 +151,19 @@ Status mamba2_step(const CpuContext& context, StatePool& pool, int layer, Step& 
 
   const Mamba2Kernels& kernels =
       cpu::mamba2_kernels(context.isa, options.checkpoint, options.activation);
-  const std::vector<StepRow>& rows = step.rows();
   Mamba2Task base = layer_task(impl, layer, shape);
   set_parameters(base, params);
   const WorkSplit split(shape.groups, shape.heads / shape.groups,
-                        static_cast<std::int64_t>(rows.size()), context.thread_count());
-
-  const auto run_item = [&](std::int64_t item, int) {
-    const StepRow& row = rows[static_cast<std::size_t>(item / split.items_per_row())];
-    if (row.slot < 0) {
-      if (item % split.items_per_row() == 0) zero_tokens(operands.y, row);
-      return;
-    }
-    const Cursor& cursor = impl.slots[static_cast<std::size_t>(row.slot)].cursor;
-    Mamba2Task task = base;
-    point_at_slot(task, impl, layer, row.slot, cursor);
-    point_at_tokens(task, row, operands);
-    if (select(task, split, item % split.items_per_row())) {
-      function_for(kernels, row.kind, cursor, options.limits)(task);
-    }
-  };
-  context.parallel_for(static_cast<std::int64_t>(rows.size()) * split.items_per_row(), run_item);
+                        static_cast<std::int64_t>(step.rows().size()), context.thread_count());
+  run_rows(
+      context, impl, step, split, kernels, operands.y,
+      [&](const StepRow& row, const Cursor& cursor) {
+        Mamba2Task task = base;
+        point_at_slot(task, impl, layer, row.slot, cursor);
+        point_at_tokens(task, row, operands);
+        return task;
+      },
+      select);
 
   count_traffic(impl, shape, step);
   StatePool::Impl::leave(step, layer, StatePool::Impl::kRecurrencePart);
@@ -243,22 +223,14 @@ StateTraffic mamba2_row_traffic(const Mamba2Shape& shape, DType checkpoint, DTyp
 void fold_records(const CpuContext& context, const StatePool::Impl& pool, int layer,
                   const Mamba2Shape& shape, const FoldTask& fold) {
   Mamba2Task base = layer_task(pool, layer, shape);
-  base.checkpoint_in = fold.checkpoint_in;
-  base.checkpoint = fold.checkpoint;
   // Kernels write to the ring only where they append, which a fold does not.
   base.ring_x = fold.records.at("x");
   base.ring_b = fold.records.at("b");
   base.ring_dt = reinterpret_cast<float*>(fold.records.at("dt"));
-  base.places = fold.places;
-  base.first_place = fold.first_place;
-  base.live = fold.count;
   const Mamba2Kernels& kernels =
       cpu::mamba2_kernels(context.isa, pool.options.checkpoint, pool.options.activation);
   const WorkSplit split(shape.groups, shape.heads / shape.groups, 1, context.thread_count());
-  context.parallel_for(split.items_per_row(), [&](std::int64_t item, int) {
-    Mamba2Task task = base;
-    if (select(task, split, item)) kernels.fold(task);
-  });
+  run_fold(context, split, kernels, fold, base, select);
 }
 
 }  // namespace replayssm

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "ops/row_kernels.h"
 #include "replayssm/cpu.h"
 #include "replayssm/cursor.h"
 #include "replayssm/dtype.h"
@@ -64,18 +65,7 @@ struct DeltaRuleTask {
   std::int64_t o_token_stride = 0, o_head_stride = 0;
 };
 
-using DeltaRuleFunction = void (*)(const DeltaRuleTask&);
-
-/// fold: checkpoint = checkpoint_in advanced by the live records.
-/// tentative: outputs of the tokens from checkpoint_in and the live records; appends the tokens.
-/// flush: fold, then tentative without live records, a block of columns at a time.
-/// committed: fold if anything is live, then the tokens one after the other.
-struct DeltaRuleKernels {
-  DeltaRuleFunction fold;
-  DeltaRuleFunction tentative;
-  DeltaRuleFunction flush;
-  DeltaRuleFunction committed;
-};
+using DeltaRuleKernels = RowKernels<DeltaRuleTask>;
 
 /// Kernels for an instruction set, types (checkpoint and activation are f32 or bf16) and kind of
 /// decay (one per key channel, or one per head).

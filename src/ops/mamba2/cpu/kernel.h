@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "ops/row_kernels.h"
 #include "replayssm/cpu.h"
 #include "replayssm/cursor.h"
 #include "replayssm/dtype.h"
@@ -57,18 +58,7 @@ struct Mamba2Task {
   std::int64_t y_token_stride = 0, y_head_stride = 0;
 };
 
-using Mamba2Function = void (*)(const Mamba2Task&);
-
-/// fold: checkpoint = checkpoint_in advanced by the live records.
-/// tentative: outputs of the tokens from checkpoint_in and the live records; appends the tokens.
-/// flush: fold, then tentative without live records, a state tile at a time.
-/// committed: fold if anything is live, then the tokens one after the other.
-struct Mamba2Kernels {
-  Mamba2Function fold;
-  Mamba2Function tentative;
-  Mamba2Function flush;
-  Mamba2Function committed;
-};
+using Mamba2Kernels = RowKernels<Mamba2Task>;
 
 /// Kernels for an instruction set and types; checkpoint and activation are f32 or bf16.
 const Mamba2Kernels& mamba2_kernels(CpuIsa isa, DType checkpoint, DType activation);
