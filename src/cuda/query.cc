@@ -1,5 +1,7 @@
 #include "cuda/query.h"
 
+#include <type_traits>
+
 #include "cuda/runtime.h"
 
 namespace replayssm::cuda {
@@ -32,6 +34,28 @@ Result<DeviceProperties> device_properties(int index) {
   out.multiprocessors = found.multiProcessorCount;
   RSSM_RETURN_IF_ERROR(to_status(cudaMemGetInfo(&out.free_memory, &out.memory), "memory query"));
   return out;
+}
+
+Result<CudaDeviceInfo> query_device(int index) {
+  CudaDeviceInfo info;
+  info.index = index;
+  const auto get = [&](cudaDeviceAttr attribute, auto& out) -> Status {
+    int value = 0;
+    RSSM_RETURN_IF_ERROR(
+        to_status(cudaDeviceGetAttribute(&value, attribute, index), "device query"));
+    out = static_cast<std::remove_reference_t<decltype(out)>>(value);
+    return {};
+  };
+  int major = 0;
+  int minor = 0;
+  RSSM_RETURN_IF_ERROR(get(cudaDevAttrMultiProcessorCount, info.multiprocessors));
+  RSSM_RETURN_IF_ERROR(get(cudaDevAttrMaxSharedMemoryPerBlockOptin, info.shared_per_block));
+  RSSM_RETURN_IF_ERROR(
+      get(cudaDevAttrMaxSharedMemoryPerMultiprocessor, info.shared_per_multiprocessor));
+  RSSM_RETURN_IF_ERROR(get(cudaDevAttrComputeCapabilityMajor, major));
+  RSSM_RETURN_IF_ERROR(get(cudaDevAttrComputeCapabilityMinor, minor));
+  info.compute_capability = 10 * major + minor;
+  return info;
 }
 
 }  // namespace replayssm::cuda

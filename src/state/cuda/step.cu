@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "cuda/device_error.cuh"
+#include "cuda/runtime.h"
 #include "state/cuda/row_check.cuh"
 
 namespace replayssm::cuda {
@@ -92,9 +93,7 @@ Status cuda_plan_step(const PlanParams& params, cudaStream_t stream) {
   const unsigned threads =
       static_cast<unsigned>(std::min<std::int64_t>(1024, (params.row_count + 31) / 32 * 32));
   plan_kernel<<<1, threads, 0, stream>>>(params);
-  const cudaError_t error = cudaGetLastError();
-  if (error == cudaSuccess) return {};
-  return make_status(StatusCode::kInternal, "launch of the plan: ", cudaGetErrorString(error));
+  return to_status(cudaGetLastError(), "launch of the plan");
 }
 
 Status cuda_commit(const CommitParams& params, cudaStream_t stream) {
@@ -108,9 +107,7 @@ Status cuda_commit(const CommitParams& params, cudaStream_t stream) {
   constexpr int kThreads = 128;
   const std::int64_t blocks = (params.row_count + kThreads - 1) / kThreads;
   commit_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
-  const cudaError_t error = cudaGetLastError();
-  if (error == cudaSuccess) return {};
-  return make_status(StatusCode::kInternal, "launch of the commit: ", cudaGetErrorString(error));
+  return to_status(cudaGetLastError(), "launch of the commit");
 }
 
 }  // namespace replayssm::cuda

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <string>
 
+#include "cuda/query.h"
 #include "ops/mamba2/cuda/params.h"
 #include "replayssm/status.h"
 
@@ -42,15 +43,6 @@ struct Mamba2Launch {
   std::int32_t head_dim = 64;
   // Elements from a head's last tile to the next head's first.
   std::int64_t state_jump = 0, x_jump = 0, ring_x_jump = 0, y_jump = 0;
-};
-
-/// Properties of a device the choice depends on.
-struct CudaDeviceInfo {
-  int index = 0;
-  int multiprocessors = 0;
-  int compute_capability = 0;  // 90 for sm_90
-  std::size_t shared_per_block = 0;
-  std::size_t shared_per_multiprocessor = 0;
 };
 
 /// Overrides; 0 leaves a choice to choose_mamba2_config.

@@ -25,8 +25,8 @@
 
 #include "cuda/ptx/async_copy.cuh"
 #include "cuda/ptx/mma.cuh"
-#include "cuda/ptx/select.cuh"
 #include "ops/mamba2/cuda/kernels.h"
+#include "ops/mamba2/cuda/lanes.cuh"
 #include "ops/mamba2/cuda/row.cuh"
 
 namespace replayssm::cuda {
@@ -35,7 +35,8 @@ namespace replayssm::cuda {
 /// tensor cores (splitting an fp32 state costs more than the products). kWindowSteps: blocks of
 /// sixteen window entries (places of the ring).
 template <typename State, typename Act, int kStateSize, int kTokenBlocks, int kWindowSteps>
-class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize> {
+class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
+                         private Mamba2Lanes<State, Act, kStateSize> {
   using Base = Mamba2Row<State, Act, kStateSize>;
   using Base::first_place, Base::first_tile, Base::gate, Base::kind, Base::lane, Base::launch;
   using Base::live, Base::output, Base::own, Base::p, Base::places, Base::position, Base::read_row;
@@ -45,21 +46,13 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize> {
   using Base::zero;
   using typename Base::Position;
 
-  // ---- Layout for element-wise work: folds and committed rows ----
-  //
-  // A lane holds kVectors vectors of 16 bytes of each of kSlots state rows of a pass of kPassRows.
-  // Lanes that share rows form a team; slot s of a lane of team m is row m * kSlots + s.
-  static constexpr int kVector = 16 / static_cast<int>(sizeof(State));
-  static constexpr int kTeamLanes =
-      kStateSize / kVector < kWarpLanes ? kStateSize / kVector : kWarpLanes;
-  static constexpr int kVectors = kStateSize / (kVector * kTeamLanes);
-  static constexpr int kTeams = kWarpLanes / kTeamLanes;
-  static constexpr int kColumns = kVector * kVectors;
+  using Lanes = Mamba2Lanes<State, Act, kStateSize>;
+  using Lanes::advance, Lanes::column, Lanes::kColumns, Lanes::kPassRows, Lanes::kRowLanes;
+  using Lanes::kSlots, Lanes::kTeamLanes, Lanes::kTeams, Lanes::kVector, Lanes::kVectors;
+  using Lanes::load_columns, Lanes::read_tile, Lanes::reduce, Lanes::team, Lanes::widen_columns;
+  using typename Lanes::PackedColumns, typename Lanes::Tile;
+
   static constexpr bool kOneToken = kTokenBlocks == 0;
-  static constexpr int kPassRows = kTileRows / kTeams * kColumns > 32 ? kTileRows / 2 : kTileRows;
-  static constexpr int kSlots = kPassRows / kTeams;
-  static constexpr int kRowLanes = kWarpLanes / kPassRows;  // lanes that end up with a row's sum
-  static_assert(kSlots * kTeams == kPassRows && kSlots <= kTeamLanes);
 
   // One-token outputs take all rows of a tile at a time.
   static constexpr int kOneSlots = kTileRows / kTeams;
@@ -112,11 +105,10 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize> {
                                               const Mamba2Launch& launch_shape,
                                               unsigned char* shared_memory)
       : Base(params, launch_shape),
+        Lanes(Base::lane),
         shared(shared_memory),
         g(lane / 4),
-        q(lane % 4),
-        team(lane / kTeamLanes),
-        column((lane % kTeamLanes) * kVector) {}
+        q(lane % 4) {}
 
   // Each kind of row has a loop of its own, so that none pays for another's registers.
   using Kind = PlannedRow::Kind;
@@ -733,83 +725,7 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize> {
     }
   }
 
-  // ---- Element-wise work on the state ----
-
-  struct Tile {
-    float s[kSlots][kColumns];
-  };
-
-  __device__ __forceinline__ int tile_offset(int s, int v) const {
-    return (team * kSlots + s) * kStateSize + v * kVector * kTeamLanes + column;
-  }
-
-  __device__ __forceinline__ void read_tile(const State* from, bool is_zero, Tile& tile) const {
-#pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        if (is_zero) {
-#pragma unroll
-          for (int i = 0; i < kVector; ++i) tile.s[s][v * kVector + i] = 0.0f;
-        } else {
-          const auto packed = load_packed<State, kVector>(from + tile_offset(s, v));
-#pragma unroll
-          for (int i = 0; i < kVector; ++i) tile.s[s][v * kVector + i] = packed[i];
-        }
-      }
-    }
-  }
-
-  /// Encodes the tile to global memory, past the caches, and/or back to its stage.
-  template <bool kToGlobal, bool kToStage>
-  __device__ __forceinline__ void write_tile(const Tile& tile, State* global, State* staged) const {
-#pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        Packed<State, kVector> packed;
-#pragma unroll
-        for (int i = 0; i < kVector / 2; ++i) {
-          packed.set(i, tile.s[s][v * kVector + 2 * i], tile.s[s][v * kVector + 2 * i + 1]);
-        }
-        const uint4 bits = {packed.word[0], packed.word[1], packed.word[2], packed.word[3]};
-        if constexpr (kToGlobal) __stcs(reinterpret_cast<uint4*>(global + tile_offset(s, v)), bits);
-        if constexpr (kToStage) *reinterpret_cast<uint4*>(staged + tile_offset(s, v)) = bits;
-      }
-    }
-  }
-
-  /// s = fma(s, decay, u * b): the one place where a state advances.
-  static __device__ __forceinline__ void advance(Tile& tile, int s, float decay, float u,
-                                                 const float (&b)[kColumns]) {
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      tile.s[s][i] = __fmaf_rn(tile.s[s][i], decay, __fmul_rn(u, b[i]));
-    }
-  }
-
-  /// This lane's columns of a row of B or C, as loaded.
-  struct PackedColumns {
-    Packed<Act, kVector> vector[kVectors];
-  };
-
-  __device__ __forceinline__ PackedColumns load_columns(const Act* from) const {
-    PackedColumns out;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      out.vector[v] = load_packed<Act, kVector>(from + v * kVector * kTeamLanes + column);
-    }
-    return out;
-  }
-
-  static __device__ __forceinline__ void widen_columns(const PackedColumns& from,
-                                                       float (&out)[kColumns]) {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) out[v * kVector + i] = from.vector[v][i];
-    }
-  }
+  // ---- Folds ----
 
   /// Folds the live records into the staged tile; to global memory too if asked.
   __device__ __forceinline__ void fold_tile(const Position& at, unsigned char* from,
@@ -853,38 +769,10 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize> {
       for (int s = 0; s < kSlots; ++s) advance(tile, s, decay, __fmul_rn(dt, xv[s]), bv);
     }
     if (to_global) {
-      write_tile<true, true>(tile, state(at) + static_cast<std::int64_t>(first_row) * kStateSize,
-                             staged);
+      this->template write_tile<true, true>(
+          tile, state(at) + static_cast<std::int64_t>(first_row) * kStateSize, staged);
     } else {
-      write_tile<false, true>(tile, nullptr, staged);
-    }
-  }
-
-  /// Sums each slot over its team; the lane's result is that of state row lane / kRowLanes. A step
-  /// halves the slots a lane holds, so that n sums take n - 1 + log2(lanes / n)
-  /// exchanges.
-  template <int kCount>
-  __device__ __forceinline__ float reduce(float (&sum)[kCount]) const {
-    exchange<kCount / 2, kTeamLanes / 2>(sum);
-    float total = sum[0];
-#pragma unroll
-    for (int rest = kTeamLanes / kCount / 2; rest > 0; rest /= 2) {
-      total += __shfl_xor_sync(kAllLanes, total, rest);
-    }
-    return total;
-  }
-
-  template <int kHalf, int kMask, int kCount>
-  __device__ __forceinline__ void exchange(float (&sum)[kCount]) const {
-    if constexpr (kHalf > 0) {
-      const bool upper = (lane & kMask) != 0;
-#pragma unroll
-      for (int i = 0; i < kHalf; ++i) {
-        const float send = ptx::select(upper, sum[i], sum[i + kHalf]);
-        const float keep = ptx::select(upper, sum[i + kHalf], sum[i]);
-        sum[i] = keep + __shfl_xor_sync(kAllLanes, send, kMask);
-      }
-      exchange<kHalf / 2, kMask / 2>(sum);
+      this->template write_tile<false, true>(tile, nullptr, staged);
     }
   }
 
@@ -971,12 +859,11 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize> {
         }
       }
     }
-    write_tile<true, false>(tile, state(at), nullptr);
+    this->template write_tile<true, false>(tile, state(at), nullptr);
   }
 
   unsigned char* shared;
-  int g, q;          // lane of a product: lane / 4 and lane % 4
-  int team, column;  // lane of element-wise work
+  int g, q;  // lane of a product: lane / 4 and lane % 4
 
   int tile_ahead, rows_ahead;  // the next tile to load, and its first row in its head
   const State* state_ahead;

@@ -3,15 +3,11 @@
 #include <algorithm>
 #include <initializer_list>
 
+#include "cuda/runtime.h"
 #include "ops/mamba2/cuda/kernels.h"
 
 namespace replayssm::cuda {
 namespace {
-
-Status check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return {};
-  return make_status(StatusCode::kInternal, what, ": ", cudaGetErrorString(error));
-}
 
 /// Kernels move 16 bytes at a time: addresses and strides must be multiples of that.
 Status check_pointer(const char* name, const void* at) {
@@ -79,28 +75,36 @@ Mamba2KernelFunction find_kernel(const Mamba2CudaParams& p) {
   return nullptr;
 }
 
-}  // namespace
-
-Result<CudaDeviceInfo> query_device(int index) {
-  CudaDeviceInfo info;
-  info.index = index;
-  const auto get = [&](cudaDeviceAttr attribute, auto& out) -> Status {
-    int value = 0;
-    RSSM_RETURN_IF_ERROR(check(cudaDeviceGetAttribute(&value, attribute, index), "device query"));
-    out = static_cast<std::remove_reference_t<decltype(out)>>(value);
-    return {};
-  };
-  int major = 0;
-  int minor = 0;
-  RSSM_RETURN_IF_ERROR(get(cudaDevAttrMultiProcessorCount, info.multiprocessors));
-  RSSM_RETURN_IF_ERROR(get(cudaDevAttrMaxSharedMemoryPerBlockOptin, info.shared_per_block));
-  RSSM_RETURN_IF_ERROR(
-      get(cudaDevAttrMaxSharedMemoryPerMultiprocessor, info.shared_per_multiprocessor));
-  RSSM_RETURN_IF_ERROR(get(cudaDevAttrComputeCapabilityMajor, major));
-  RSSM_RETURN_IF_ERROR(get(cudaDevAttrComputeCapabilityMinor, minor));
-  info.compute_capability = 10 * major + minor;
-  return info;
+/// Launches what has been validated.
+Status launch_step(const Mamba2CudaParams& params, const Mamba2CudaConfig& config,
+                   cudaStream_t stream) {
+  if (config.blocks == 0) return {};
+  const Mamba2KernelFunction kernel = find_kernel(params);
+  const Mamba2Launch& launch = config.launch;
+  if (launch.warps < 1 || launch.warps > kMamba2MaxWarps) {
+    return invalid_argument("warps per block is ", launch.warps, ", expected 1 to ",
+                            kMamba2MaxWarps);
+  }
+  // The device's limit, not this launch's need: the attribute is the kernel's, and another thread's
+  // launch may need more.
+  RSSM_RETURN_IF_ERROR(to_status(
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                           cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_limit),
+      "shared memory of the Mamba-2 step"));
+  Mamba2CudaParams slice = params;
+  for (std::int64_t first = 0; first < params.row_count; first += kMamba2MostInGrid) {
+    slice.rows = params.rows + first;
+    slice.row_count = std::min(kMamba2MostInGrid, params.row_count - first);
+    const dim3 grid(static_cast<unsigned>(config.blocks_per_group),
+                    static_cast<unsigned>(params.groups), static_cast<unsigned>(slice.row_count));
+    kernel<<<grid, static_cast<unsigned>(launch.warps * 32),
+             static_cast<std::size_t>(launch.shared.bytes), stream>>>(slice, launch);
+    RSSM_RETURN_IF_ERROR(to_status(cudaGetLastError(), "launch of the Mamba-2 step"));
+  }
+  return {};
 }
+
+}  // namespace
 
 Status check_mamba2_support(const Mamba2CudaParams& p) {
   RSSM_RETURN_IF_ERROR(validate_geometry(p));
@@ -147,37 +151,14 @@ Status validate_mamba2(const Mamba2CudaParams& p) {
 Status mamba2_cuda_step(const Mamba2CudaParams& params, const Mamba2CudaConfig& config,
                         cudaStream_t stream) {
   RSSM_RETURN_IF_ERROR(validate_mamba2(params));
-  if (config.blocks == 0) return {};
-  const Mamba2KernelFunction kernel = find_kernel(params);
-  const Mamba2Launch& launch = config.launch;
-  if (launch.warps < 1 || launch.warps > kMamba2MaxWarps) {
-    return invalid_argument("warps per block is ", launch.warps, ", expected 1 to ",
-                            kMamba2MaxWarps);
-  }
-  // The device's limit, not this launch's need: the attribute is the kernel's, and another thread's
-  // launch may need more.
-  RSSM_RETURN_IF_ERROR(
-      check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                 cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_limit),
-            "shared memory of the Mamba-2 step"));
-  Mamba2CudaParams slice = params;
-  for (std::int64_t first = 0; first < params.row_count; first += kMamba2MostInGrid) {
-    slice.rows = params.rows + first;
-    slice.row_count = std::min(kMamba2MostInGrid, params.row_count - first);
-    const dim3 grid(static_cast<unsigned>(config.blocks_per_group),
-                    static_cast<unsigned>(params.groups), static_cast<unsigned>(slice.row_count));
-    kernel<<<grid, static_cast<unsigned>(launch.warps * 32),
-             static_cast<std::size_t>(launch.shared.bytes), stream>>>(slice, launch);
-    RSSM_RETURN_IF_ERROR(check(cudaGetLastError(), "launch of the Mamba-2 step"));
-  }
-  return {};
+  return launch_step(params, config, stream);
 }
 
 Status mamba2_cuda_step(const Mamba2CudaParams& params, const CudaDeviceInfo& device,
                         cudaStream_t stream) {
   RSSM_RETURN_IF_ERROR(validate_mamba2(params));
   RSSM_ASSIGN_OR_RETURN(const Mamba2CudaConfig config, choose_mamba2_config(params, device));
-  return mamba2_cuda_step(params, config, stream);
+  return launch_step(params, config, stream);
 }
 
 }  // namespace replayssm::cuda

@@ -11,8 +11,6 @@
 
 namespace replayssm::cuda {
 
-Result<CudaDeviceInfo> query_device(int index);
-
 /// Whether there is a kernel for these shapes, limits and types.
 Status check_mamba2_support(const Mamba2CudaParams& params);
 

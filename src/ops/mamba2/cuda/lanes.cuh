@@ -1,0 +1,143 @@
+// Element-wise work of a warp on a tile of the state (folds, committed rows), and sums over rows.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/ptx/select.cuh"
+#include "cuda/vector.cuh"
+#include "ops/mamba2/cuda/config.h"
+#include "ops/mamba2/cuda/row.cuh"
+
+namespace replayssm::cuda {
+
+template <typename State, typename Act, int kStateSize>
+class Mamba2Lanes {
+ protected:
+  // A lane holds kVectors vectors of 16 bytes of each of kSlots state rows of a pass of kPassRows.
+  // Lanes that share rows form a team; slot s of a lane of team m is row m * kSlots + s.
+  static constexpr int kVector = 16 / static_cast<int>(sizeof(State));
+  static constexpr int kTeamLanes =
+      kStateSize / kVector < kWarpLanes ? kStateSize / kVector : kWarpLanes;
+  static constexpr int kVectors = kStateSize / (kVector * kTeamLanes);
+  static constexpr int kTeams = kWarpLanes / kTeamLanes;
+  static constexpr int kColumns = kVector * kVectors;
+  static constexpr int kPassRows = kTileRows / kTeams * kColumns > 32 ? kTileRows / 2 : kTileRows;
+  static constexpr int kSlots = kPassRows / kTeams;
+  static constexpr int kRowLanes = kWarpLanes / kPassRows;  // lanes that end up with a row's sum
+  static_assert(kSlots * kTeams == kPassRows && kSlots <= kTeamLanes);
+
+  __device__ __forceinline__ explicit Mamba2Lanes(int lane)
+      : team(lane / kTeamLanes), column((lane % kTeamLanes) * kVector), lane_(lane) {}
+
+  struct Tile {
+    float s[kSlots][kColumns];
+  };
+
+  __device__ __forceinline__ int tile_offset(int s, int v) const {
+    return (team * kSlots + s) * kStateSize + v * kVector * kTeamLanes + column;
+  }
+
+  __device__ __forceinline__ void read_tile(const State* from, bool is_zero, Tile& tile) const {
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        if (is_zero) {
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) tile.s[s][v * kVector + i] = 0.0f;
+        } else {
+          const auto packed = load_packed<State, kVector>(from + tile_offset(s, v));
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) tile.s[s][v * kVector + i] = packed[i];
+        }
+      }
+    }
+  }
+
+  /// Encodes the tile to global memory, past the caches, and/or back to its stage.
+  template <bool kToGlobal, bool kToStage>
+  __device__ __forceinline__ void write_tile(const Tile& tile, State* global, State* staged) const {
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        Packed<State, kVector> packed;
+#pragma unroll
+        for (int i = 0; i < kVector / 2; ++i) {
+          packed.set(i, tile.s[s][v * kVector + 2 * i], tile.s[s][v * kVector + 2 * i + 1]);
+        }
+        const uint4 bits = {packed.word[0], packed.word[1], packed.word[2], packed.word[3]};
+        if constexpr (kToGlobal) __stcs(reinterpret_cast<uint4*>(global + tile_offset(s, v)), bits);
+        if constexpr (kToStage) *reinterpret_cast<uint4*>(staged + tile_offset(s, v)) = bits;
+      }
+    }
+  }
+
+  /// s = fma(s, decay, u * b): the one place where a state advances.
+  static __device__ __forceinline__ void advance(Tile& tile, int s, float decay, float u,
+                                                 const float (&b)[kColumns]) {
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      tile.s[s][i] = __fmaf_rn(tile.s[s][i], decay, __fmul_rn(u, b[i]));
+    }
+  }
+
+  /// This lane's columns of a row of B or C, as loaded.
+  struct PackedColumns {
+    Packed<Act, kVector> vector[kVectors];
+  };
+
+  __device__ __forceinline__ PackedColumns load_columns(const Act* from) const {
+    PackedColumns out;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      out.vector[v] = load_packed<Act, kVector>(from + v * kVector * kTeamLanes + column);
+    }
+    return out;
+  }
+
+  static __device__ __forceinline__ void widen_columns(const PackedColumns& from,
+                                                       float (&out)[kColumns]) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) out[v * kVector + i] = from.vector[v][i];
+    }
+  }
+
+  /// Sums each slot over its team; the lane's result is that of state row lane / kRowLanes. A step
+  /// halves the slots a lane holds, so that n sums take n - 1 + log2(lanes / n)
+  /// exchanges.
+  template <int kCount>
+  __device__ __forceinline__ float reduce(float (&sum)[kCount]) const {
+    exchange<kCount / 2, kTeamLanes / 2>(sum);
+    float total = sum[0];
+#pragma unroll
+    for (int rest = kTeamLanes / kCount / 2; rest > 0; rest /= 2) {
+      total += __shfl_xor_sync(kAllLanes, total, rest);
+    }
+    return total;
+  }
+
+  template <int kHalf, int kMask, int kCount>
+  __device__ __forceinline__ void exchange(float (&sum)[kCount]) const {
+    if constexpr (kHalf > 0) {
+      const bool upper = (lane_ & kMask) != 0;
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) {
+        const float send = ptx::select(upper, sum[i], sum[i + kHalf]);
+        const float keep = ptx::select(upper, sum[i + kHalf], sum[i]);
+        sum[i] = keep + __shfl_xor_sync(kAllLanes, send, kMask);
+      }
+      exchange<kHalf / 2, kMask / 2>(sum);
+    }
+  }
+
+  int team;    // of the lane
+  int column;  // first of the lane's columns of a vector
+
+ private:
+  int lane_;
+};
+
+}  // namespace replayssm::cuda
