@@ -635,11 +635,7 @@ TEST_P(EngineTest, DecodeTraffic) {
 
 INSTANTIATE_TEST_SUITE_P(Checkpoints, EngineTest,
                          ::testing::Values("nemotron-h-a", "nemotron-h-b", "nemotron-h-c"),
-                         [](const auto& test) {
-                           std::string name = test.param;
-                           std::erase(name, '-');
-                           return name;
-                         });
+                         parameter_name);
 
 }  // namespace
 }  // namespace replayssm::testing

@@ -13,6 +13,7 @@
 #include "replayssm/cursor.h"
 #include "replayssm/dtype.h"
 #include "replayssm/state_pool.h"
+#include "support/step_case.h"
 
 namespace replayssm::testing {
 
@@ -37,17 +38,10 @@ enum class DeltaDecay {
   kMixed,  // 0, 1 and usual ones by token
 };
 
-struct DeltaCase {
-  std::string name;
+struct DeltaCase : StepCase {
   DeltaFamily family = DeltaFamily::kGated;
   DeltaRuleShape shape;
-  ReplayLimits limits;
-  DType checkpoint = DType::kF32;
-  DType activation = DType::kF32;
   DType gate_type = DType::kF32;
-  int layers = 1;
-  int conv_width = 0;  // taps of a convolution that makes q, k and v; 0: they are the inputs
-  bool conv_silu = true;
   bool conv_bias = false;
   bool a_log = true;
   bool dt_bias = true;
@@ -55,8 +49,6 @@ struct DeltaCase {
   bool normalize = true;
   std::optional<float> scale;
   DeltaDecay decay = DeltaDecay::kUsual;
-  bool rewindable = false;
-  bool strided = false;  // operands are slices of one buffer, rows of heads spread out
 
   std::int64_t keys() const { return shape.key_heads * shape.key_dim; }
   std::int64_t inner() const { return shape.value_heads * shape.value_dim; }
@@ -80,17 +72,7 @@ struct DeltaCase {
   }
 
   StatePoolOptions options(std::int64_t slots) const {
-    StatePoolOptions options;
-    options.layers.assign(static_cast<std::size_t>(layers),
-                          LayerSpec{recurrence(), {conv_channels(), conv_width}});
-    options.slots = slots;
-    options.limits = limits;
-    options.checkpoint = checkpoint;
-    options.activation = activation;
-    options.rewindable = rewindable;
-    options.poison = true;
-    options.model_id = "test";
-    return options;
+    return pool_options(recurrence(), conv_channels(), slots);
   }
 
   /// Bound of norm(o - oracle) / norm(oracle) per token. f32 everywhere: rounding of sums. bf16

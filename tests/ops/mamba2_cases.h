@@ -10,6 +10,7 @@
 #include "replayssm/cursor.h"
 #include "replayssm/dtype.h"
 #include "replayssm/state_pool.h"
+#include "support/step_case.h"
 
 namespace replayssm::testing {
 
@@ -21,16 +22,9 @@ enum class Decay {
   kGrowing,  // exp(+5): a positive A
 };
 
-struct Mamba2Case {
-  std::string name;
+struct Mamba2Case : StepCase {
   Mamba2Shape shape;
-  ReplayLimits limits;
-  DType checkpoint = DType::kF32;
-  DType activation = DType::kF32;
   DType dt_type = DType::kF32;
-  int layers = 1;
-  int conv_width = 0;  // taps of a convolution that makes x, B and C; 0: they are the inputs
-  bool conv_silu = true;
   bool conv_bias = true;
   bool d = true;
   bool z = false;
@@ -39,8 +33,6 @@ struct Mamba2Case {
   float dt_min = 0.0f;
   float dt_max = std::numeric_limits<float>::infinity();
   Decay decay = Decay::kUsual;
-  bool rewindable = false;
-  bool strided = false;  // operands are slices of one buffer, rows of heads spread out
   /// Operands begin at, and their rows are spread by, multiples of this many elements; the gaps of
   /// 1 are odd.
   std::int64_t unit = 1;
@@ -56,17 +48,7 @@ struct Mamba2Case {
   }
 
   StatePoolOptions options(std::int64_t slots) const {
-    StatePoolOptions options;
-    const LayerSpec layer{shape, {conv_channels(), conv_width}};
-    options.layers.assign(static_cast<std::size_t>(layers), layer);
-    options.slots = slots;
-    options.limits = limits;
-    options.checkpoint = checkpoint;
-    options.activation = activation;
-    options.rewindable = rewindable;
-    options.poison = true;
-    options.model_id = "test";
-    return options;
+    return pool_options(shape, conv_channels(), slots);
   }
 
   /// Bound of norm(y - oracle) / norm(oracle) per token. f32 everywhere: rounding of sums. bf16

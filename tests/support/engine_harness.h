@@ -102,4 +102,11 @@ inline ::testing::AssertionResult near(std::span<const float> got, std::span<con
   return ::testing::AssertionSuccess();
 }
 
+/// A test's name from a parameter that is a checkpoint's.
+inline std::string parameter_name(const ::testing::TestParamInfo<const char*>& test) {
+  std::string name = test.param;
+  std::erase(name, '-');
+  return name;
+}
+
 }  // namespace replayssm::testing

@@ -1,0 +1,42 @@
+// What a case of a step test has whatever the recurrence family.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "replayssm/cursor.h"
+#include "replayssm/dtype.h"
+#include "replayssm/state_pool.h"
+
+namespace replayssm::testing {
+
+struct StepCase {
+  std::string name;
+  ReplayLimits limits;
+  DType checkpoint = DType::kF32;
+  DType activation = DType::kF32;
+  int layers = 1;
+  int conv_width = 0;  // taps of a convolution that makes the op's inputs; 0: they are the inputs
+  bool conv_silu = true;
+  bool rewindable = false;
+  bool strided = false;  // operands are slices of one buffer, rows of heads spread out
+
+ protected:
+  /// A poisoned pool of the case's layers.
+  StatePoolOptions pool_options(const RecurrenceShape& recurrence, std::int64_t conv_channels,
+                                std::int64_t slots) const {
+    StatePoolOptions options;
+    options.layers.assign(static_cast<std::size_t>(layers),
+                          LayerSpec{recurrence, {conv_channels, conv_width}});
+    options.slots = slots;
+    options.limits = limits;
+    options.checkpoint = checkpoint;
+    options.activation = activation;
+    options.rewindable = rewindable;
+    options.poison = true;
+    options.model_id = "test";
+    return options;
+  }
+};
+
+}  // namespace replayssm::testing
