@@ -1,6 +1,8 @@
 #include "state/layout.h"
 
+#include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "ops/delta_rule/shape.h"
 #include "state/device_pool.h"
@@ -170,6 +172,63 @@ const Field& PageLayout::field(const char* name) const {
     if (std::strcmp(field.name, name) == 0) return field;
   }
   return fields.front();  // unreachable: names are the literals above
+}
+
+namespace {
+
+/// f(offset on the CPU, offset on a CUDA device) in elements of every element of a head's state.
+template <typename F>
+void for_each_element(const DeltaRuleShape& shape, F f) {
+  for (std::int64_t tile = 0; tile < shape.value_dim; tile += kDeltaRuleTile) {
+    const std::int64_t pitch = std::min(kDeltaRuleTile, shape.value_dim - tile);
+    for (std::int64_t k = 0; k < shape.key_dim; ++k) {
+      for (std::int64_t c = 0; c < pitch; ++c) {
+        f(tile * shape.key_dim + k * pitch + c, (tile + c) * shape.key_dim + k);
+      }
+    }
+  }
+}
+
+template <std::size_t kBytes>
+void reorder(const DeltaRuleShape& shape, const std::byte* from, std::byte* to, bool to_cuda) {
+  const auto head_bytes = static_cast<std::size_t>(shape.key_dim * shape.value_dim) * kBytes;
+  for (std::int64_t head = 0; head < shape.value_heads; ++head) {
+    for_each_element(shape, [&](std::int64_t cpu, std::int64_t cuda) {
+      const std::int64_t source = to_cuda ? cpu : cuda;
+      const std::int64_t target = to_cuda ? cuda : cpu;
+      std::memcpy(to + static_cast<std::size_t>(target) * kBytes,
+                  from + static_cast<std::size_t>(source) * kBytes, kBytes);
+    });
+    from += head_bytes;
+    to += head_bytes;
+  }
+}
+
+void convert_checkpoint(const RecurrenceShape& shape, const Field& field, const std::byte* from,
+                        std::byte* to, bool to_cuda) {
+  std::visit(
+      [&](const auto& s) {
+        if constexpr (std::is_same_v<std::decay_t<decltype(s)>, Mamba2Shape>) {
+          std::memcpy(to, from, field.bytes());
+        } else if (size_of(field.dtype) == 4) {
+          reorder<4>(delta_rule(s), from, to, to_cuda);
+        } else {
+          reorder<2>(delta_rule(s), from, to, to_cuda);
+        }
+      },
+      shape);
+}
+
+}  // namespace
+
+void checkpoint_from_cuda(const RecurrenceShape& shape, const Field& field, const std::byte* from,
+                          std::byte* to) {
+  convert_checkpoint(shape, field, from, to, false);
+}
+
+void checkpoint_to_cuda(const RecurrenceShape& shape, const Field& field, const std::byte* from,
+                        std::byte* to) {
+  convert_checkpoint(shape, field, from, to, true);
 }
 
 Result<std::vector<PageLayout>> page_layouts(const StatePoolOptions& options) {

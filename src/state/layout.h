@@ -63,6 +63,14 @@ class RecordPointers {
   std::size_t count_ = 0;
 };
 
+/// A page's checkpoint on a CUDA device to a saved state's order of elements, and back. Saved
+/// states have the order of pages on the CPU; a recurrence whose kernels want another one on the
+/// device says so here and nowhere else. `from` and `to` do not overlap.
+void checkpoint_from_cuda(const RecurrenceShape& shape, const Field& field, const std::byte* from,
+                          std::byte* to);
+void checkpoint_to_cuda(const RecurrenceShape& shape, const Field& field, const std::byte* from,
+                        std::byte* to);
+
 /// Checks geometry, types and limits; the layouts of all layers in order.
 Result<std::vector<PageLayout>> page_layouts(const StatePoolOptions& options);
 

@@ -191,7 +191,8 @@ Result<std::vector<std::byte>> StatePool::Impl::save(const CudaContext* cuda,
   out.value(cursor.position);
   out.value(static_cast<std::uint8_t>(cursor.force_flush));
   out.value(conv_from);
-  std::vector<std::byte> staging;  // a device's page
+  std::vector<std::byte> staging;    // a device's page
+  std::vector<std::byte> reordered;  // its checkpoint
   for (int layer = 0; static_cast<std::size_t>(layer) < layouts.size(); ++layer) {
     const LayerSpec& spec = pool.options.layers[static_cast<std::size_t>(layer)];
     if (cuda != nullptr) {
@@ -202,7 +203,13 @@ Result<std::vector<std::byte>> StatePool::Impl::save(const CudaContext* cuda,
       const std::byte* data =
           cuda != nullptr ? staging.data() + f.offset : pool.field(layer, slot, f);
       if (f.kind == FieldKind::kCheckpoint) {
-        if (cursor.checkpoint_position > 0) out.bytes(data, f.bytes());
+        if (cursor.checkpoint_position == 0) continue;
+        if (cuda != nullptr) {
+          reordered.resize(f.bytes());
+          checkpoint_from_cuda(spec.recurrence, f, data, reordered.data());
+          data = reordered.data();
+        }
+        out.bytes(data, f.bytes());
       } else {
         const std::int64_t first = f.kind == FieldKind::kRecord
                                        ? cursor.checkpoint_position
@@ -247,7 +254,11 @@ Status StatePool::Impl::load(const CpuContext& cpu, const CudaContext* cuda, std
       std::byte* data = cuda != nullptr ? staging.data() + f.offset : pool.field(layer, slot, f);
       if (f.kind == FieldKind::kCheckpoint) {
         if (saved.empty()) continue;
-        std::memcpy(data, saved.data(), saved.size());
+        if (cuda != nullptr) {
+          checkpoint_to_cuda(spec.recurrence, f, saved.data(), data);
+        } else {
+          std::memcpy(data, saved.data(), saved.size());
+        }
         checkpoint = data;
       } else if (f.kind == FieldKind::kConv) {
         const std::int64_t begin = conv_history_begin(spec, image.conv_from);

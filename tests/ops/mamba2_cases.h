@@ -33,9 +33,6 @@ struct Mamba2Case : StepCase {
   float dt_min = 0.0f;
   float dt_max = std::numeric_limits<float>::infinity();
   Decay decay = Decay::kUsual;
-  /// Operands begin at, and their rows are spread by, multiples of this many elements; the gaps of
-  /// 1 are odd.
-  std::int64_t unit = 1;
 
   std::int64_t inner() const { return shape.heads * shape.head_dim; }
   std::int64_t bc() const { return shape.groups * shape.state_size; }

@@ -20,6 +20,13 @@ struct StepCase {
   bool conv_silu = true;
   bool rewindable = false;
   bool strided = false;  // operands are slices of one buffer, rows of heads spread out
+  /// Operands begin at, and their rows are spread by, multiples of this many elements; the gaps of
+  /// 1 are odd.
+  std::int64_t unit = 1;
+
+  /// Elements in front of a strided operand, and between its heads.
+  std::int64_t guard() const { return !strided ? 0 : unit == 1 ? 3 : unit; }
+  std::int64_t spread() const { return !strided || conv_width > 0 ? 0 : unit == 1 ? 5 : unit; }
 
  protected:
   /// A poisoned pool of the case's layers.

@@ -201,7 +201,7 @@ Result<std::string> mamba2_explain(const CudaContext& context, const StatePool& 
   const StatePool::Impl& impl = pool.impl();
   RSSM_RETURN_IF_ERROR(impl.check_device(&context));
   RSSM_ASSIGN_OR_RETURN(const Mamba2Shape* shape, impl.shape_of<Mamba2Shape>(layer, "mamba2"));
-  RSSM_ASSIGN_OR_RETURN(const std::string kernel, impl.gpu->mamba2_explain(layer, rows));
+  RSSM_ASSIGN_OR_RETURN(const std::string kernel, impl.gpu->explain(layer, rows));
   return describe(*shape, impl.options) + ": " + to_string(impl.options.device) + " " + kernel;
 }
 
