@@ -1,0 +1,215 @@
+#include "state/read_copy.h"
+
+#include <algorithm>
+
+#include "ops/delta_rule/shape.h"
+#include "state/read_copy_codec.h"
+
+namespace replayssm {
+namespace {
+
+namespace rc = read_copy;
+
+/// Rows of a tile in fp32, as many as there are.
+struct Tile {
+  std::int64_t rows = 0;
+  std::int64_t width = 0;
+  float values[kReadCopyTile][kReadCopyMaxWidth];
+
+  /// Largest magnitude of elements [first, last) of row r.
+  std::uint32_t amax(std::int64_t r, std::int64_t first, std::int64_t last) const {
+    std::uint32_t bits = 0;
+    for (std::int64_t i = first; i < last; ++i) {
+      bits = std::max(bits, rc::magnitude_bits(values[r][i]));
+    }
+    return bits;
+  }
+};
+
+template <typename State>
+void load_tile(const ReadCopyShape& shape, const State* checkpoint, std::int64_t head,
+               std::int64_t row, Tile& tile) {
+  tile.rows = std::min(kReadCopyTile, shape.rows - row);
+  tile.width = shape.width;
+  const State* state = checkpoint + head * shape.rows * shape.width;
+  std::int64_t row_stride = shape.width;
+  std::int64_t element_stride = 1;
+  if (shape.checkpoint_tile == 0) {
+    state += row * shape.width;
+  } else {
+    const std::int64_t first = row / shape.checkpoint_tile * shape.checkpoint_tile;
+    row_stride = 1;
+    element_stride = std::min(shape.checkpoint_tile, shape.rows - first);
+    state += first * shape.width + (row - first);
+  }
+  for (std::int64_t i = 0; i < tile.width; ++i) {
+    for (std::int64_t r = 0; r < tile.rows; ++r) {
+      tile.values[r][i] = to_float(state[r * row_stride + i * element_stride]);
+    }
+  }
+}
+
+/// A byte per element and a scale per row.
+template <typename Scale, typename Encode>
+void encode_rows(const Tile& tile, std::uint8_t* codes, float* scales, Scale scale_of,
+                 Encode encode) {
+  for (std::int64_t r = 0; r < tile.rows; ++r) {
+    scales[r] = scale_of(tile.amax(r, 0, tile.width));
+    const float inverse = rc::inverse_unit(scales[r]);
+    for (std::int64_t i = 0; i < tile.width; ++i) {
+      codes[r * tile.width + i] = static_cast<std::uint8_t>(encode(tile.values[r][i] * inverse));
+    }
+  }
+}
+
+void encode_nvfp4(const Tile& tile, std::uint8_t* codes, std::uint8_t* block_scales, float* scale) {
+  std::uint32_t amax = 0;
+  for (std::int64_t r = 0; r < tile.rows; ++r) amax = std::max(amax, tile.amax(r, 0, tile.width));
+  *scale = rc::nvfp4_scale(amax);
+  for (std::int64_t r = 0; r < tile.rows; ++r) {
+    for (std::int64_t first = 0; first < tile.width; first += kReadCopyBlock) {
+      const std::int64_t last = std::min(first + kReadCopyBlock, tile.width);
+      *block_scales = rc::nvfp4_block_scale(tile.amax(r, first, last), *scale);
+      const float inverse = rc::inverse_unit(rc::nvfp4_unit(*block_scales++, *scale));
+      for (std::int64_t i = first; i < last; i += 2) {
+        const std::uint8_t low = rc::encode_e2m1(tile.values[r][i] * inverse);
+        const std::uint8_t high = rc::encode_e2m1(tile.values[r][i + 1] * inverse);
+        *codes++ = static_cast<std::uint8_t>(low | high << 4);
+      }
+    }
+  }
+}
+
+/// Where a tile's codes and scales begin.
+struct TilePlaces {
+  TilePlaces(const ReadCopy& copy, std::int64_t head, std::int64_t row)
+      : codes(copy.codes + (head * copy.shape.rows + row) * copy.shape.code_row_bytes()),
+        block_scales(copy.block_scales == nullptr
+                         ? nullptr
+                         : copy.block_scales +
+                               (head * copy.shape.rows + row) * copy.shape.row_blocks()),
+        scales(copy.scales + head * copy.shape.head_scales() +
+               (copy.shape.format == ReadCopyFormat::kNvfp4 ? row / kReadCopyTile : row)) {}
+
+  std::uint8_t* codes;
+  std::uint8_t* block_scales;
+  float* scales;
+};
+
+}  // namespace
+
+const char* to_string(ReadCopyFormat format) {
+  switch (format) {
+    case ReadCopyFormat::kNone:
+      return "none";
+    case ReadCopyFormat::kFp8E4M3:
+      return "fp8-e4m3";
+    case ReadCopyFormat::kInt8:
+      return "int8";
+    case ReadCopyFormat::kNvfp4:
+      return "nvfp4";
+  }
+  return "unknown";
+}
+
+ReadCopyError read_copy_error(ReadCopyFormat format) {
+  constexpr double kFloor = 0.5 * static_cast<double>(rc::kMinScale);
+  constexpr double kRounding = 0x1p-20;  // of scales, their inverses and products, in fp32
+  switch (format) {
+    case ReadCopyFormat::kNone:
+      return {};
+    case ReadCopyFormat::kFp8E4M3:
+      return {.element = 0x1p-4 + kRounding, .scale = 0x1p-10 / 448.0, .floor = kFloor};
+    case ReadCopyFormat::kInt8:
+      return {.scale = 0.5 / 127.0 + kRounding, .floor = kFloor};
+    case ReadCopyFormat::kNvfp4:
+      return {.block = 17.0 / 96.0 + kRounding, .scale = 0x1p-10 / 448.0, .floor = kFloor};
+  }
+  return {};
+}
+
+ReadCopyShape read_copy_shape(const RecurrenceShape& recurrence, ReadCopyFormat format) {
+  struct {
+    ReadCopyFormat format;
+    ReadCopyShape operator()(const Mamba2Shape& s) const {
+      return {.format = format, .rows = s.head_dim, .width = s.state_size};
+    }
+    ReadCopyShape operator()(const GatedDeltaNetShape& s) const { return (*this)(delta_rule(s)); }
+    ReadCopyShape operator()(const KimiDeltaAttentionShape& s) const {
+      return (*this)(delta_rule(s));
+    }
+    ReadCopyShape operator()(const DeltaRuleShape& s) const {
+      return {.format = format,
+              .rows = s.value_dim,
+              .width = s.key_dim,
+              .checkpoint_tile = kDeltaRuleTile};
+    }
+  } const shape_of{format};
+  static_assert(kDeltaRuleTile % kReadCopyTile == 0);  // a tile of rows lies in one of columns
+  return std::visit(shape_of, recurrence);
+}
+
+void encode_read_copy_tile(const ReadCopy& copy, const void* checkpoint, DType dtype,
+                           std::int64_t head, std::int64_t row) {
+  Tile tile;
+  if (dtype == DType::kBF16) {
+    load_tile(copy.shape, static_cast<const BF16*>(checkpoint), head, row, tile);
+  } else {
+    load_tile(copy.shape, static_cast<const float*>(checkpoint), head, row, tile);
+  }
+  const TilePlaces at(copy, head, row);
+  switch (copy.shape.format) {
+    case ReadCopyFormat::kNone:
+      break;
+    case ReadCopyFormat::kFp8E4M3:
+      encode_rows(tile, at.codes, at.scales, rc::fp8_scale, rc::encode_e4m3);
+      break;
+    case ReadCopyFormat::kInt8:
+      encode_rows(tile, at.codes, at.scales, rc::int8_scale, rc::encode_int8);
+      break;
+    case ReadCopyFormat::kNvfp4:
+      encode_nvfp4(tile, at.codes, at.block_scales, at.scales);
+      break;
+  }
+}
+
+void encode_read_copy(const ReadCopy& copy, const void* checkpoint, DType dtype,
+                      std::int64_t head_begin, std::int64_t head_end) {
+  for (std::int64_t head = head_begin; head < head_end; ++head) {
+    for (std::int64_t row = 0; row < copy.shape.rows; row += kReadCopyTile) {
+      encode_read_copy_tile(copy, checkpoint, dtype, head, row);
+    }
+  }
+}
+
+void decode_read_copy_tile(const ReadCopy& copy, std::int64_t head, std::int64_t row, float* out,
+                           std::int64_t row_stride, std::int64_t element_stride) {
+  const ReadCopyShape& shape = copy.shape;
+  const TilePlaces at(copy, head, row);
+  const std::int64_t rows = std::min(kReadCopyTile, shape.rows - row);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const std::uint8_t* codes = at.codes + r * shape.code_row_bytes();
+    float* to = out + r * row_stride;
+    if (shape.format == ReadCopyFormat::kNvfp4) {
+      float units[kReadCopyMaxWidth / kReadCopyBlock];
+      for (std::int64_t b = 0; b < shape.row_blocks(); ++b) {
+        units[b] = rc::nvfp4_unit(at.block_scales[r * shape.row_blocks() + b], *at.scales);
+      }
+      for (std::int64_t i = 0; i < shape.width; ++i) {
+        const auto code = static_cast<std::uint8_t>(codes[i / 2] >> (i % 2 * 4));
+        to[i * element_stride] = rc::decode_e2m1(code) * units[i / kReadCopyBlock];
+      }
+    } else if (shape.format == ReadCopyFormat::kInt8) {
+      for (std::int64_t i = 0; i < shape.width; ++i) {
+        to[i * element_stride] =
+            static_cast<float>(static_cast<std::int8_t>(codes[i])) * at.scales[r];
+      }
+    } else {
+      for (std::int64_t i = 0; i < shape.width; ++i) {
+        to[i * element_stride] = rc::decode_e4m3(codes[i]) * at.scales[r];
+      }
+    }
+  }
+}
+
+}  // namespace replayssm
