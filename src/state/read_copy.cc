@@ -182,6 +182,14 @@ void encode_read_copy(const ReadCopy& copy, const void* checkpoint, DType dtype,
   }
 }
 
+void encode_read_copy(const CpuContext& context, const ReadCopy& copy, const void* checkpoint,
+                      DType dtype, std::int64_t heads) {
+  if (!copy.exists()) return;
+  context.parallel_for(heads, [&](std::int64_t head, int) {
+    encode_read_copy(copy, checkpoint, dtype, head, head + 1);
+  });
+}
+
 void decode_read_copy_tile(const ReadCopy& copy, std::int64_t head, std::int64_t row, float* out,
                            std::int64_t row_stride, std::int64_t element_stride) {
   const ReadCopyShape& shape = copy.shape;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "replayssm/cpu.h"
 #include "replayssm/dtype.h"
 #include "replayssm/read_copy.h"
 #include "replayssm/state_pool.h"
@@ -62,6 +63,9 @@ void encode_read_copy_tile(const ReadCopy& copy, const void* checkpoint, DType d
 /// The same for whole heads.
 void encode_read_copy(const ReadCopy& copy, const void* checkpoint, DType dtype,
                       std::int64_t head_begin, std::int64_t head_end);
+/// For all heads, on the context's threads. Does nothing for a copy that does not exist.
+void encode_read_copy(const CpuContext& context, const ReadCopy& copy, const void* checkpoint,
+                      DType dtype, std::int64_t heads);
 
 /// The rows' decoded values: that of row + r, element i goes to out[r * row_stride + i *
 /// element_stride].

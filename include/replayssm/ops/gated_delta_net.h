@@ -75,7 +75,8 @@ Status gated_delta_net_step(const CpuContext& context, StatePool& pool, int laye
 Result<std::string> gated_delta_net_explain(const CpuContext& context, const StatePool& pool,
                                             int layer);
 
-/// Bytes the state and the ring of one row of one layer move in a step (see StateTraffic).
+/// Bytes the state and the ring of one row of one layer without a read copy move in a step (see
+/// StateTraffic).
 StateTraffic gated_delta_net_row_traffic(const GatedDeltaNetShape& shape, DType checkpoint,
                                          DType activation, ReplayLimits limits, RowKind kind,
                                          const Cursor& cursor, std::int64_t token_count);

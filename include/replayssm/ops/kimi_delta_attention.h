@@ -59,7 +59,8 @@ Status kimi_delta_attention_step(const CpuContext& context, StatePool& pool, int
 Result<std::string> kimi_delta_attention_explain(const CpuContext& context, const StatePool& pool,
                                                  int layer);
 
-/// Bytes the state and the ring of one row of one layer move in a step (see StateTraffic).
+/// Bytes the state and the ring of one row of one layer without a read copy move in a step (see
+/// StateTraffic).
 StateTraffic kimi_delta_attention_row_traffic(const KimiDeltaAttentionShape& shape,
                                               DType checkpoint, DType activation,
                                               ReplayLimits limits, RowKind kind,

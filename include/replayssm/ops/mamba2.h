@@ -84,7 +84,8 @@ Result<std::string> mamba2_explain(const CpuContext& context, const StatePool& p
 Result<std::string> mamba2_explain(const CudaContext& context, const StatePool& pool, int layer,
                                    std::int64_t rows);
 
-/// Bytes the state and the ring of one row of one layer move in a step (see StateTraffic).
+/// Bytes the state and the ring of one row of one layer without a read copy move in a step (see
+/// StateTraffic).
 StateTraffic mamba2_row_traffic(const Mamba2Shape& shape, DType checkpoint, DType activation,
                                 ReplayLimits limits, RowKind kind, const Cursor& cursor,
                                 std::int64_t token_count);

@@ -192,7 +192,7 @@ Status delta_rule_step(const CpuContext& context, StatePool& pool, int layer, St
       },
       select);
 
-  add_traffic(impl, step, [&](const StepRow& row, const Cursor& cursor) {
+  add_traffic(impl, layer, step, [&](const StepRow& row, const Cursor& cursor) {
     return delta_rule_row_traffic(shape, options.checkpoint, options.activation, options.limits,
                                   row.kind, cursor, row.token_count);
   });

@@ -120,9 +120,9 @@ void select(Mamba2Task& task, const WorkSplit::Item& item) {
   task.appends_b = item.first;
 }
 
-void count_traffic(StatePool::Impl& pool, const Mamba2Shape& shape, const Step& step) {
+void count_traffic(StatePool::Impl& pool, int layer, const Mamba2Shape& shape, const Step& step) {
   const StatePoolOptions& options = pool.options;
-  add_traffic(pool, step, [&](const StepRow& row, const Cursor& cursor) {
+  add_traffic(pool, layer, step, [&](const StepRow& row, const Cursor& cursor) {
     return mamba2_row_traffic(shape, options.checkpoint, options.activation, options.limits,
                               row.kind, cursor, row.token_count);
   });
@@ -165,7 +165,7 @@ Status mamba2_step(const CpuContext& context, StatePool& pool, int layer, Step& 
       },
       select);
 
-  count_traffic(impl, shape, step);
+  count_traffic(impl, layer, shape, step);
   StatePool::Impl::leave(step, layer, StatePool::Impl::kRecurrencePart);
   return {};
 }
@@ -181,7 +181,7 @@ Status mamba2_step(const CudaContext& context, StatePool& pool, int layer, Step&
   RSSM_RETURN_IF_ERROR(check_operands(shape, impl.options.activation, operands));
   RSSM_RETURN_IF_ERROR(impl.select_rows(context, step));
   RSSM_RETURN_IF_ERROR(impl.gpu->mamba2_step(context.stream, layer, params, operands));
-  if (!impl.cursors_on_device) count_traffic(impl, shape, step);
+  if (!impl.cursors_on_device) count_traffic(impl, layer, shape, step);
   StatePool::Impl::leave(step, layer, StatePool::Impl::kRecurrencePart);
   return {};
 }
