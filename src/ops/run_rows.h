@@ -52,6 +52,7 @@ void run_fold(const CpuContext& context, const WorkSplit& split,
               const Select& select) {
   base.checkpoint_in = fold.checkpoint_in;
   base.checkpoint = fold.checkpoint;
+  base.copy = fold.copy;
   base.places = fold.places;
   base.first_place = fold.first_place;
   base.live = fold.count;

@@ -128,6 +128,11 @@ ReadCopyError read_copy_error(ReadCopyFormat format) {
   return {};
 }
 
+std::string explain_read_copy(const LayerSpec& layer) {
+  if (layer.read_copy == ReadCopyFormat::kNone) return "";
+  return std::string(", tentative rows' outputs from an ") + to_string(layer.read_copy) + " copy";
+}
+
 ReadCopyShape read_copy_shape(const RecurrenceShape& recurrence, ReadCopyFormat format) {
   struct {
     ReadCopyFormat format;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "replayssm/cpu.h"
 #include "replayssm/dtype.h"
@@ -43,6 +44,9 @@ struct ReadCopyShape {
     return format == ReadCopyFormat::kNvfp4 ? (rows + kReadCopyTile - 1) / kReadCopyTile : rows;
   }
 };
+
+/// What explain texts say of a layer's read copy; "" without one.
+std::string explain_read_copy(const LayerSpec& layer);
 
 ReadCopyShape read_copy_shape(const RecurrenceShape& recurrence, ReadCopyFormat format);
 

@@ -15,11 +15,28 @@ struct StepCase {
   ReplayLimits limits;
   DType checkpoint = DType::kF32;
   DType activation = DType::kF32;
+  ReadCopyFormat read_copy = ReadCopyFormat::kNone;
   int layers = 1;
   int conv_width = 0;  // taps of a convolution that makes the op's inputs; 0: they are the inputs
   bool conv_silu = true;
   bool rewindable = false;
   bool strided = false;  // operands are slices of one buffer, rows of heads spread out
+
+  /// At least this much of bound(), where outputs read a copy of the state: its rounding, more
+  /// where terms cancel. Close comparisons know the copy (read_copy_properties.h).
+  double read_copy_bound() const {
+    switch (read_copy) {
+      case ReadCopyFormat::kNone:
+        return 0;
+      case ReadCopyFormat::kInt8:
+        return 5e-2;
+      case ReadCopyFormat::kFp8E4M3:
+        return 1.5e-1;
+      case ReadCopyFormat::kNvfp4:
+        return 5e-1;
+    }
+    return 0;
+  }
 
  protected:
   /// A poisoned pool of the case's layers.
@@ -27,7 +44,7 @@ struct StepCase {
                                 std::int64_t slots) const {
     StatePoolOptions options;
     options.layers.assign(static_cast<std::size_t>(layers),
-                          LayerSpec{recurrence, {conv_channels, conv_width}});
+                          LayerSpec{recurrence, {conv_channels, conv_width}, read_copy});
     options.slots = slots;
     options.limits = limits;
     options.checkpoint = checkpoint;

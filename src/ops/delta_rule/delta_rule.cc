@@ -116,6 +116,7 @@ void point_at_slot(DeltaRuleTask& task, StatePool::Impl& pool, int layer, std::i
   const PageLayout& layout = pool.layout(layer);
   task.checkpoint = pool.field(layer, slot, layout.field("checkpoint"));
   task.checkpoint_in = cursor.checkpoint_position == 0 ? nullptr : task.checkpoint;
+  task.copy = pool.read_copy(layer, slot);
   point_at_records(task,
                    [&](const char* name) { return pool.field(layer, slot, layout.field(name)); });
   task.places = pool.options.limits.record_places();
@@ -201,7 +202,7 @@ Status delta_rule_step(const CpuContext& context, StatePool& pool, int layer, St
 }
 
 std::string delta_rule_explain(const CpuContext& context, const StatePoolOptions& options,
-                               const char* family, const DeltaRuleShape& shape) {
+                               int layer, const char* family, const DeltaRuleShape& shape) {
   std::ostringstream out;
   out << family << " " << shape.value_heads << "x" << shape.key_dim << "x" << shape.value_dim
       << ", " << shape.key_heads << " key heads: cpu " << to_string(context.isa) << ", checkpoint "
@@ -211,7 +212,8 @@ std::string delta_rule_explain(const CpuContext& context, const StatePoolOptions
       << (shape.channel_decay ? "running products of decays per channel (no pre-decayed keys, so "
                                 "no bound on the gate is needed)"
                               : "running products of decays")
-      << "; " << context.thread_count() << " threads over (row, key head)";
+      << explain_read_copy(options.layers[static_cast<std::size_t>(layer)]) << "; "
+      << context.thread_count() << " threads over (row, key head)";
   return std::move(out).str();
 }
 

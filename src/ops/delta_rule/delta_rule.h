@@ -33,7 +33,7 @@ Status delta_rule_step(const CpuContext& context, StatePool& pool, int layer, St
                        const DeltaRuleOperands& operands);
 
 std::string delta_rule_explain(const CpuContext& context, const StatePoolOptions& options,
-                               const char* family, const DeltaRuleShape& shape);
+                               int layer, const char* family, const DeltaRuleShape& shape);
 
 StateTraffic delta_rule_row_traffic(const DeltaRuleShape& shape, DType checkpoint, DType activation,
                                     ReplayLimits limits, RowKind kind, const Cursor& cursor,

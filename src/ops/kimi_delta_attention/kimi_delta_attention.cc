@@ -31,7 +31,7 @@ Result<std::string> kimi_delta_attention_explain(const CpuContext& context, cons
                                                  int layer) {
   RSSM_ASSIGN_OR_RETURN(const KimiDeltaAttentionShape* shape,
                         pool.impl().shape_of<KimiDeltaAttentionShape>(layer, kFamily));
-  return delta_rule_explain(context, pool.options(), kFamily, delta_rule(*shape));
+  return delta_rule_explain(context, pool.options(), layer, kFamily, delta_rule(*shape));
 }
 
 StateTraffic kimi_delta_attention_row_traffic(const KimiDeltaAttentionShape& shape,
