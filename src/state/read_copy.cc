@@ -1,6 +1,7 @@
 #include "state/read_copy.h"
 
 #include <algorithm>
+#include <array>
 
 #include "ops/delta_rule/shape.h"
 #include "state/read_copy_codec.h"
@@ -10,7 +11,7 @@ namespace {
 
 namespace rc = read_copy;
 
-/// Rows of a tile in fp32, as many as there are.
+/// Rows of a tile in fp32, as many as there are, with zeros up to the end of the last block.
 struct Tile {
   std::int64_t rows = 0;
   std::int64_t width = 0;
@@ -18,11 +19,11 @@ struct Tile {
 
   /// Largest magnitude of elements [first, last) of row r.
   std::uint32_t amax(std::int64_t r, std::int64_t first, std::int64_t last) const {
-    std::uint32_t bits = 0;
+    std::int32_t bits = 0;  // signed: magnitudes are, and have vector comparisons everywhere
     for (std::int64_t i = first; i < last; ++i) {
-      bits = std::max(bits, rc::magnitude_bits(values[r][i]));
+      bits = std::max(bits, static_cast<std::int32_t>(rc::magnitude_bits(values[r][i])));
     }
-    return bits;
+    return static_cast<std::uint32_t>(bits);
   }
 };
 
@@ -42,6 +43,17 @@ void load_tile(const ReadCopyShape& shape, const State* checkpoint, std::int64_t
     element_stride = std::min(shape.checkpoint_tile, shape.rows - first);
     state += first * shape.width + (row - first);
   }
+  const std::int64_t end = (tile.width + kReadCopyBlock - 1) / kReadCopyBlock * kReadCopyBlock;
+  for (std::int64_t r = 0; r < tile.rows; ++r) {
+    std::fill(tile.values[r] + tile.width, tile.values[r] + end, 0.0f);
+  }
+  if (element_stride == 1) {
+    for (std::int64_t r = 0; r < tile.rows; ++r) {
+      const State* from = state + r * row_stride;
+      for (std::int64_t i = 0; i < tile.width; ++i) tile.values[r][i] = to_float(from[i]);
+    }
+    return;
+  }
   for (std::int64_t i = 0; i < tile.width; ++i) {
     for (std::int64_t r = 0; r < tile.rows; ++r) {
       tile.values[r][i] = to_float(state[r * row_stride + i * element_stride]);
@@ -56,8 +68,9 @@ void encode_rows(const Tile& tile, std::uint8_t* codes, float* scales, Scale sca
   for (std::int64_t r = 0; r < tile.rows; ++r) {
     scales[r] = scale_of(tile.amax(r, 0, tile.width));
     const float inverse = rc::inverse_unit(scales[r]);
+    std::uint8_t* to = codes + r * tile.width;
     for (std::int64_t i = 0; i < tile.width; ++i) {
-      codes[r * tile.width + i] = static_cast<std::uint8_t>(encode(tile.values[r][i] * inverse));
+      to[i] = static_cast<std::uint8_t>(encode(tile.values[r][i] * inverse));
     }
   }
 }
@@ -68,16 +81,28 @@ void encode_nvfp4(const Tile& tile, std::uint8_t* codes, std::uint8_t* block_sca
   *scale = rc::nvfp4_scale(amax);
   for (std::int64_t r = 0; r < tile.rows; ++r) {
     for (std::int64_t first = 0; first < tile.width; first += kReadCopyBlock) {
-      const std::int64_t last = std::min(first + kReadCopyBlock, tile.width);
-      *block_scales = rc::nvfp4_block_scale(tile.amax(r, first, last), *scale);
+      *block_scales = rc::nvfp4_block_scale(tile.amax(r, first, first + kReadCopyBlock), *scale);
       const float inverse = rc::inverse_unit(rc::nvfp4_unit(*block_scales++, *scale));
-      for (std::int64_t i = first; i < last; i += 2) {
-        const std::uint8_t low = rc::encode_e2m1(tile.values[r][i] * inverse);
-        const std::uint8_t high = rc::encode_e2m1(tile.values[r][i + 1] * inverse);
-        *codes++ = static_cast<std::uint8_t>(low | high << 4);
+      std::uint8_t of_block[kReadCopyBlock];
+      for (std::int64_t i = 0; i < kReadCopyBlock; ++i) {
+        of_block[i] = rc::encode_e2m1(tile.values[r][first + i] * inverse);
+      }
+      const std::int64_t count = std::min(kReadCopyBlock, tile.width - first);
+      for (std::int64_t i = 0; i < count; i += 2) {
+        *codes++ = static_cast<std::uint8_t>(of_block[i] | of_block[i + 1] << 4);
       }
     }
   }
+}
+
+/// The values of codes 0, 1, ...
+template <std::size_t kCodes>
+std::array<float, kCodes> values_of(float (*decode)(std::uint8_t)) {
+  std::array<float, kCodes> values{};
+  for (std::size_t code = 0; code < kCodes; ++code) {
+    values[code] = decode(static_cast<std::uint8_t>(code));
+  }
+  return values;
 }
 
 /// Where a tile's codes and scales begin.
@@ -167,10 +192,12 @@ void encode_read_copy_tile(const ReadCopy& copy, const void* checkpoint, DType d
     case ReadCopyFormat::kNone:
       break;
     case ReadCopyFormat::kFp8E4M3:
-      encode_rows(tile, at.codes, at.scales, rc::fp8_scale, rc::encode_e4m3);
+      encode_rows(tile, at.codes, at.scales, rc::fp8_scale,
+                  [](float x) { return rc::encode_e4m3(x); });
       break;
     case ReadCopyFormat::kInt8:
-      encode_rows(tile, at.codes, at.scales, rc::int8_scale, rc::encode_int8);
+      encode_rows(tile, at.codes, at.scales, rc::int8_scale,
+                  [](float x) { return rc::encode_int8(x); });
       break;
     case ReadCopyFormat::kNvfp4:
       encode_nvfp4(tile, at.codes, at.block_scales, at.scales);
@@ -197,6 +224,8 @@ void encode_read_copy(const CpuContext& context, const ReadCopy& copy, const voi
 
 void decode_read_copy_tile(const ReadCopy& copy, std::int64_t head, std::int64_t row, float* out,
                            std::int64_t row_stride, std::int64_t element_stride) {
+  static const std::array<float, 256> kE4M3 = values_of<256>(rc::decode_e4m3);
+  static const std::array<float, 16> kE2M1 = values_of<16>(rc::decode_e2m1);
   const ReadCopyShape& shape = copy.shape;
   const TilePlaces at(copy, head, row);
   const std::int64_t rows = std::min(kReadCopyTile, shape.rows - row);
@@ -204,13 +233,15 @@ void decode_read_copy_tile(const ReadCopy& copy, std::int64_t head, std::int64_t
     const std::uint8_t* codes = at.codes + r * shape.code_row_bytes();
     float* to = out + r * row_stride;
     if (shape.format == ReadCopyFormat::kNvfp4) {
-      float units[kReadCopyMaxWidth / kReadCopyBlock];
-      for (std::int64_t b = 0; b < shape.row_blocks(); ++b) {
-        units[b] = rc::nvfp4_unit(at.block_scales[r * shape.row_blocks() + b], *at.scales);
-      }
-      for (std::int64_t i = 0; i < shape.width; ++i) {
-        const auto code = static_cast<std::uint8_t>(codes[i / 2] >> (i % 2 * 4));
-        to[i * element_stride] = rc::decode_e2m1(code) * units[i / kReadCopyBlock];
+      const std::uint8_t* block_scales = at.block_scales + r * shape.row_blocks();
+      for (std::int64_t first = 0; first < shape.width; first += kReadCopyBlock) {
+        const float unit = kE4M3[*block_scales++] * *at.scales;
+        const std::int64_t last = std::min(first + kReadCopyBlock, shape.width);
+        for (std::int64_t i = first; i < last; i += 2) {
+          const std::uint8_t pair = *codes++;
+          to[i * element_stride] = kE2M1[pair & 15] * unit;
+          to[(i + 1) * element_stride] = kE2M1[pair >> 4] * unit;
+        }
       }
     } else if (shape.format == ReadCopyFormat::kInt8) {
       for (std::int64_t i = 0; i < shape.width; ++i) {
@@ -219,7 +250,7 @@ void decode_read_copy_tile(const ReadCopy& copy, std::int64_t head, std::int64_t
       }
     } else {
       for (std::int64_t i = 0; i < shape.width; ++i) {
-        to[i * element_stride] = rc::decode_e4m3(codes[i]) * at.scales[r];
+        to[i * element_stride] = kE4M3[codes[i]] * at.scales[r];
       }
     }
   }

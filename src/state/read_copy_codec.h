@@ -60,20 +60,23 @@ struct SmallFloat {
            float_of(power_of_two_bits(scale));
   }
 
-  /// Of a magnitude that is not NaN: nearest, ties to even, saturating.
-  RSSM_HOST_DEVICE static std::uint32_t encode(float magnitude) {
-    const float max = decode(kMaxCode);
-    const float x = magnitude < max ? magnitude : max;
-    if (x < float_of(power_of_two_bits(1 - kBias))) {
-      // Multiples of the smallest subnormal, which is the last place of this sum.
-      const std::uint32_t anchor = power_of_two_bits(1 - kBias - kMantissa + 23);
-      return bits_of(x + float_of(anchor)) - anchor;
-    }
+  /// The code of the magnitude with these bits: nearest, ties to even, saturating; NaN as the
+  /// largest. Both roundings are computed and one is taken by a mask: neighbours differ in which
+  /// they need, and a choice would become a branch.
+  RSSM_HOST_DEVICE static std::uint32_t encode(std::uint32_t magnitude) {
+    const std::uint32_t max = bits_of(decode(kMaxCode));
+    const std::uint32_t bits = magnitude < max ? magnitude : max;
+    // Below the normal numbers: multiples of the smallest, which is the last place of the sum.
+    constexpr std::uint32_t kLeastNormal = power_of_two_bits(1 - kBias);
+    constexpr std::uint32_t kAnchor = power_of_two_bits(1 - kBias - kMantissa + 23);
+    const std::uint32_t subnormal = bits_of(float_of(bits) + float_of(kAnchor)) - kAnchor;
     constexpr int kDropped = 23 - kMantissa;
     constexpr std::uint32_t kHalf = 1u << (kDropped - 1);
-    const std::uint32_t bits = bits_of(x);
     const std::uint32_t rounded = bits + (kHalf - 1) + ((bits >> kDropped) & 1u);
-    return (rounded >> kDropped) - (static_cast<std::uint32_t>(127 - kBias) << kMantissa);
+    const std::uint32_t normal =
+        (rounded >> kDropped) - (static_cast<std::uint32_t>(127 - kBias) << kMantissa);
+    const std::uint32_t is_subnormal = 0u - static_cast<std::uint32_t>(bits < kLeastNormal);
+    return (subnormal & is_subnormal) | (normal & ~is_subnormal);
   }
 };
 
@@ -83,8 +86,8 @@ using E2M1 = SmallFloat<1, 1, 0x7>;
 /// NaN becomes 0x7f.
 RSSM_HOST_DEVICE inline std::uint8_t encode_e4m3(float x) {
   const std::uint32_t magnitude = magnitude_bits(x);
-  if (magnitude > kInfinityBits) return 0x7f;
-  return static_cast<std::uint8_t>(E4M3::encode(float_of(magnitude)) | (bits_of(x) >> 24 & 0x80u));
+  const std::uint32_t code = E4M3::encode(magnitude) | (bits_of(x) >> 24 & 0x80u);
+  return static_cast<std::uint8_t>(magnitude > kInfinityBits ? 0x7fu : code);
 }
 
 /// 0x7f and 0xff are NaN.
@@ -97,8 +100,8 @@ RSSM_HOST_DEVICE inline float decode_e4m3(std::uint8_t code) {
 /// A code in the low four bits. NaN, which the format lacks, becomes 6.
 RSSM_HOST_DEVICE inline std::uint8_t encode_e2m1(float x) {
   const std::uint32_t magnitude = magnitude_bits(x);
-  if (magnitude > kInfinityBits) return 0x7;
-  return static_cast<std::uint8_t>(E2M1::encode(float_of(magnitude)) | (bits_of(x) >> 28 & 0x8u));
+  const std::uint32_t code = E2M1::encode(magnitude) | (bits_of(x) >> 28 & 0x8u);
+  return static_cast<std::uint8_t>(magnitude > kInfinityBits ? 0x7u : code);
 }
 
 /// Of the low four bits.
@@ -108,11 +111,11 @@ RSSM_HOST_DEVICE inline float decode_e2m1(std::uint8_t code) {
 
 /// Nearest integer, ties to even, within -127..127; NaN becomes 0.
 RSSM_HOST_DEVICE inline std::int8_t encode_int8(float x) {
-  if (magnitude_bits(x) > kInfinityBits) return 0;
-  const float clamped = x < -127.0f ? -127.0f : x > 127.0f ? 127.0f : x;
+  const float above = x > -127.0f ? x : -127.0f;
+  const float clamped = above < 127.0f ? above : 127.0f;
   const float anchor = 12582912.0f;  // 1.5 * 2^23: integers are the last place of the sum
-  return static_cast<std::int8_t>(static_cast<std::int32_t>(bits_of(clamped + anchor)) -
-                                  static_cast<std::int32_t>(bits_of(anchor)));
+  const std::uint32_t code = bits_of(clamped + anchor) - bits_of(anchor);
+  return static_cast<std::int8_t>(magnitude_bits(x) > kInfinityBits ? 0u : code);
 }
 
 // ---- Scales ----
