@@ -624,41 +624,20 @@ class DeltaRuleKernel {
       const State* in = state_in(task, head);
       State* out = state_out(task, head);
       int block = 0;
-      for_each_block(task, [&](auto columns, std::int64_t column, std::int64_t at,
-                               std::int64_t pitch) {
-        using C = decltype(columns);
-        prefetch_next_records<kFlush>(task, head, block++);
-        const State* s = in == nullptr ? nullptr : in + at;
-        if constexpr (kFlush) {
-          fold_block<C>(task, keys, records, column, s, out + at, pitch);
-          s = out + at;
-        }
-        if (s != nullptr && task.copy.exists()) {
-          alignas(64) float block_of_copy[kMaxKeyDim * kBlock];
-          pass_copy<C, kFlush>(task, head, column, block_of_copy);
-          solve_block<C, false>(task, head, column, block_of_copy, kBlock, window, terms,
-                                gates.beta, records);
-        } else {
-          solve_block<C, true>(task, head, column, s, pitch, window, terms, gates.beta, records);
-        }
-      });
+      for_each_block(
+          task, [&](auto columns, std::int64_t column, std::int64_t at, std::int64_t pitch) {
+            using C = decltype(columns);
+            prefetch_next_records<kFlush>(task, head, block++);
+            const State* s = in == nullptr ? nullptr : in + at;
+            if constexpr (kFlush) {
+              fold_block<C>(task, keys, records, column, s, out + at, pitch);
+              s = out + at;
+            }
+            read_block<C, kFlush>(task, head, column, s, pitch, window, terms, gates.beta, records);
+          });
       append(task, head, gates);
     }
     if (task.appends_key) append_keys(task, k_scale);
-  }
-
-  /// A block's columns of the read copy, decoded to rows of kBlock; after a flush, which has stored
-  /// the block, the copy is written first.
-  template <typename C, bool kFlush>
-  static void pass_copy(const DeltaRuleTask& task, std::int64_t head, std::int64_t column,
-                        float* out) {
-    static_assert(kBlock % kReadCopyTile == 0);
-    for (std::int64_t c = 0; c < C::kWidth; c += kReadCopyTile) {
-      if constexpr (kFlush) {
-        encode_read_copy_tile(task.copy, task.checkpoint, DTypeOf<State>::value, head, column + c);
-      }
-      decode_read_copy_tile(task.copy, head, column + c, out + c, 1, kBlock);
-    }
   }
 
   /// Scores with the records where every channel decays by itself: rows already carry the decays of
@@ -711,6 +690,26 @@ class DeltaRuleKernel {
       }
     }
   };
+
+  /// solve_block on the block at s, which a flush has just stored, or on its read copy.
+  template <typename C, bool kFlush>
+  static void read_block(const DeltaRuleTask& task, std::int64_t head, std::int64_t column,
+                         const State* s, std::int64_t pitch, const Window& window,
+                         const Terms& terms, const float* beta, const HeadRecords& records) {
+    if (s == nullptr || !task.copy.exists()) {
+      solve_block<C, true>(task, head, column, s, pitch, window, terms, beta, records);
+      return;
+    }
+    static_assert(kBlock % kReadCopyTile == 0);
+    alignas(64) float block[kMaxKeyDim * kBlock];
+    for (std::int64_t c = 0; c < C::kWidth; c += kReadCopyTile) {
+      if constexpr (kFlush) {
+        encode_read_copy_tile(task.copy, task.checkpoint, DTypeOf<State>::value, head, column + c);
+      }
+      decode_read_copy_tile(task.copy, head, column + c, block + c, 1, kBlock);
+    }
+    solve_block<C, false>(task, head, column, block, kBlock, window, terms, beta, records);
+  }
 
   /// Deltas and outputs of the row's tokens for a block of columns; appends the deltas. kStream:
   /// the block is one of a state in memory, not of a scratch of its own.
