@@ -184,6 +184,8 @@ void encode_read_copy_tile(const ReadCopy& copy, const void* checkpoint, DType d
   Tile tile;
   if (dtype == DType::kBF16) {
     load_tile(copy.shape, static_cast<const BF16*>(checkpoint), head, row, tile);
+  } else if (dtype == DType::kF16) {
+    load_tile(copy.shape, static_cast<const F16*>(checkpoint), head, row, tile);
   } else {
     load_tile(copy.shape, static_cast<const float*>(checkpoint), head, row, tile);
   }

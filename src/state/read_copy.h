@@ -61,7 +61,7 @@ struct ReadCopy {
 };
 
 /// Writes the copy of rows [row, row + 16) of a head, or of those there are, from the checkpoint of
-/// head 0 (f32 or bf16); row is a multiple of 16.
+/// head 0 (f32, bf16 or f16); row is a multiple of 16.
 void encode_read_copy_tile(const ReadCopy& copy, const void* checkpoint, DType dtype,
                            std::int64_t head, std::int64_t row);
 /// The same for whole heads.

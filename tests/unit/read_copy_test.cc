@@ -210,22 +210,27 @@ TEST(ReadCopy, DecodesToAnyStrides) {
   }
 }
 
-TEST(ReadCopy, OfABf16CheckpointIsThatOfItsValues) {
+template <typename Narrow>
+void expect_copy_of_narrow_values() {
   for (const Case& c : kCases) {
     std::vector<float> state = random_state(c, 5);
-    std::vector<BF16> narrow;
+    std::vector<Narrow> narrow;
     for (float& x : state) {
-      narrow.push_back(to_bf16(x));
+      narrow.push_back(from_float<Narrow>(x));
       x = to_float(narrow.back());
     }
     for (const ReadCopyFormat format : kFormats) {
       OwnedCopy from_f32(c, format);
-      OwnedCopy from_bf16(c, format);
+      OwnedCopy from_narrow(c, format);
       encode_read_copy(from_f32.copy, state.data(), DType::kF32, 0, c.heads);
-      encode_read_copy(from_bf16.copy, narrow.data(), DType::kBF16, 0, c.heads);
-      EXPECT_TRUE(from_bf16.same(from_f32)) << c.name;
+      encode_read_copy(from_narrow.copy, narrow.data(), DTypeOf<Narrow>::value, 0, c.heads);
+      EXPECT_TRUE(from_narrow.same(from_f32)) << c.name << ", " << to_string(format);
     }
   }
+}
+TEST(ReadCopy, OfANarrowCheckpointIsThatOfItsValues) {
+  expect_copy_of_narrow_values<BF16>();
+  expect_copy_of_narrow_values<F16>();
 }
 
 // The largest element is exact in fp8-e4m3 and int8, so the scale is found again and every code.
