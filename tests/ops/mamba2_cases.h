@@ -52,6 +52,7 @@ struct Mamba2Case : StepCase {
   /// activations: y itself is rounded (2^-9 at most), and with a convolution so are x, B and C.
   /// bf16 checkpoints: a rounding per window or committed token, which decays with the state.
   double bound() const {
+    if (read_copy != ReadCopyFormat::kNone) return read_copy_bound();
     if (checkpoint == DType::kBF16) return 2e-2;
     if (activation == DType::kBF16) return conv_width == 0 ? 4e-3 : 1.5e-2;
     return 1e-5;

@@ -30,6 +30,12 @@
 // operation order, one encode. With an f32 checkpoint the state is bit-equal to plain decoding's.
 // Outputs then read the new checkpoint.
 //
+// With a read copy (LayerSpec::read_copy) S0 is decode(copy) in d_t and o_t of tentative rows: they
+// are the recurrence from the copy over the live records and the row's tokens. The copy is that of
+// the checkpoint as it is stored, encoded anew wherever the checkpoint is. Folds take k, v and
+// gates, never d, so committed rows and checkpoints are bit-equal to those of a pool without
+// copies.
+//
 // Types: q, k, v, o of the pool's activation type (f32, bf16); a and b that type or f32; parameters
 // f32; checkpoint f32 or bf16; arithmetic fp32. Results do not depend on the other rows of the step
 // or on the number of threads.
@@ -90,7 +96,8 @@ Result<std::string> gated_delta_net_explain(const CpuContext& context, const Sta
 Result<std::string> gated_delta_net_explain(const CudaContext& context, const StatePool& pool,
                                             int layer, std::int64_t rows);
 
-/// Bytes the state and the ring of one row of one layer move in a step (see StateTraffic).
+/// Bytes the state and the ring of one row of one layer without a read copy move in a step (see
+/// StateTraffic).
 StateTraffic gated_delta_net_row_traffic(const GatedDeltaNetShape& shape, DType checkpoint,
                                          DType activation, ReplayLimits limits, RowKind kind,
                                          const Cursor& cursor, std::int64_t token_count);

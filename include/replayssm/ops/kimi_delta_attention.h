@@ -1,6 +1,6 @@
 // Kimi Delta Attention step: Gated DeltaNet with a decay per key channel and keys of its own for
 // every head (Kimi Team, "Kimi Linear", 2025). What gated_delta_net.h says of committed and
-// tentative rows, flushes, records and chunking holds here, with alpha a vector:
+// tentative rows, flushes, records, read copies and chunking holds here, with alpha a vector:
 //
 //   alpha = exp(-exp(A_log) softplus(a + dt_bias))                     without lower_bound
 //   alpha = exp(lower_bound sigmoid(exp(A_log) (a + dt_bias)))         with lower_bound
@@ -74,7 +74,8 @@ Result<std::string> kimi_delta_attention_explain(const CpuContext& context, cons
 Result<std::string> kimi_delta_attention_explain(const CudaContext& context, const StatePool& pool,
                                                  int layer, std::int64_t rows);
 
-/// Bytes the state and the ring of one row of one layer move in a step (see StateTraffic).
+/// Bytes the state and the ring of one row of one layer without a read copy move in a step (see
+/// StateTraffic).
 StateTraffic kimi_delta_attention_row_traffic(const KimiDeltaAttentionShape& shape,
                                               DType checkpoint, DType activation,
                                               ReplayLimits limits, RowKind kind,

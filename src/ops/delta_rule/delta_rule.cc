@@ -116,6 +116,7 @@ void point_at_slot(DeltaRuleTask& task, StatePool::Impl& pool, int layer, std::i
   const PageLayout& layout = pool.layout(layer);
   task.checkpoint = pool.field(layer, slot, layout.field("checkpoint"));
   task.checkpoint_in = cursor.checkpoint_position == 0 ? nullptr : task.checkpoint;
+  task.copy = pool.read_copy(layer, slot);
   point_at_records(task,
                    [&](const char* name) { return pool.field(layer, slot, layout.field(name)); });
   task.places = pool.options.limits.record_places();
@@ -164,16 +165,17 @@ void select(DeltaRuleTask& task, const WorkSplit::Item& item) {
   task.appends_key = item.first;
 }
 
-void count_traffic(StatePool::Impl& pool, const DeltaRuleShape& shape, const Step& step) {
+void count_traffic(StatePool::Impl& pool, int layer, const DeltaRuleShape& shape,
+                   const Step& step) {
   const StatePoolOptions& options = pool.options;
-  add_traffic(pool, step, [&](const StepRow& row, const Cursor& cursor) {
+  add_traffic(pool, layer, step, [&](const StepRow& row, const Cursor& cursor) {
     return delta_rule_row_traffic(shape, options.checkpoint, options.activation, options.limits,
                                   row.kind, cursor, row.token_count);
   });
 }
 
 std::string describe(const char* family, const DeltaRuleShape& shape,
-                     const StatePoolOptions& options) {
+                     const StatePoolOptions& options, int layer) {
   std::ostringstream out;
   out << family << " " << shape.value_heads << "x" << shape.key_dim << "x" << shape.value_dim
       << ", " << shape.key_heads << " key heads, checkpoint " << to_string(options.checkpoint)
@@ -182,7 +184,8 @@ std::string describe(const char* family, const DeltaRuleShape& shape,
       << "deltas with "
       << (shape.channel_decay ? "running products of decays per channel (no pre-decayed keys, so "
                                 "no bound on the gate is needed)"
-                              : "running products of decays");
+                              : "running products of decays")
+      << explain_read_copy(options.layers[static_cast<std::size_t>(layer)]);
   return std::move(out).str();
 }
 
@@ -214,7 +217,7 @@ Status delta_rule_step(const CpuContext& context, StatePool& pool, int layer, St
       },
       select);
 
-  count_traffic(impl, shape, step);
+  count_traffic(impl, layer, shape, step);
   StatePool::Impl::leave(step, layer, StatePool::Impl::kRecurrencePart);
   return {};
 }
@@ -229,15 +232,15 @@ Status delta_rule_step(const CudaContext& context, StatePool& pool, int layer, S
   RSSM_RETURN_IF_ERROR(check_operands(shape, params.family, impl.options.activation, operands));
   RSSM_RETURN_IF_ERROR(impl.select_rows(context, step));
   RSSM_RETURN_IF_ERROR(impl.gpu->delta_rule_step(context.stream, layer, params, operands));
-  if (!impl.cursors_on_device) count_traffic(impl, shape, step);
+  if (!impl.cursors_on_device) count_traffic(impl, layer, shape, step);
   StatePool::Impl::leave(step, layer, StatePool::Impl::kRecurrencePart);
   return {};
 }
 
 std::string delta_rule_explain(const CpuContext& context, const StatePoolOptions& options,
-                               const char* family, const DeltaRuleShape& shape) {
+                               int layer, const char* family, const DeltaRuleShape& shape) {
   std::ostringstream out;
-  out << describe(family, shape, options) << ": cpu " << to_string(context.isa) << ", "
+  out << describe(family, shape, options, layer) << ": cpu " << to_string(context.isa) << ", "
       << context.thread_count() << " threads over (row, key head)";
   return std::move(out).str();
 }
@@ -248,8 +251,8 @@ Result<std::string> delta_rule_explain(const CudaContext& context, const StatePo
   const StatePool::Impl& impl = pool.impl();
   RSSM_RETURN_IF_ERROR(impl.check_device(&context));
   RSSM_ASSIGN_OR_RETURN(const std::string kernel, impl.gpu->explain(layer, rows));
-  return describe(family, shape, impl.options) + ": " + to_string(impl.options.device) + " " +
-         kernel;
+  return describe(family, shape, impl.options, layer) + ": " + to_string(impl.options.device) +
+         " " + kernel;
 }
 
 StateTraffic delta_rule_row_traffic(const DeltaRuleShape& shape, DType checkpoint, DType activation,

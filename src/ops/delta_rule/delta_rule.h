@@ -20,7 +20,7 @@ Status delta_rule_step(const CudaContext& context, StatePool& pool, int layer, S
                        const DeltaRuleOperands& operands);
 
 std::string delta_rule_explain(const CpuContext& context, const StatePoolOptions& options,
-                               const char* family, const DeltaRuleShape& shape);
+                               int layer, const char* family, const DeltaRuleShape& shape);
 Result<std::string> delta_rule_explain(const CudaContext& context, const StatePool& pool, int layer,
                                        const char* family, const DeltaRuleShape& shape,
                                        std::int64_t rows);

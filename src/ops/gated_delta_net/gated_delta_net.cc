@@ -45,7 +45,7 @@ Result<std::string> gated_delta_net_explain(const CpuContext& context, const Sta
                                             int layer) {
   RSSM_ASSIGN_OR_RETURN(const GatedDeltaNetShape* shape,
                         pool.impl().shape_of<GatedDeltaNetShape>(layer, kFamily));
-  return delta_rule_explain(context, pool.options(), kFamily, delta_rule(*shape));
+  return delta_rule_explain(context, pool.options(), layer, kFamily, delta_rule(*shape));
 }
 
 Result<std::string> gated_delta_net_explain(const CudaContext& context, const StatePool& pool,

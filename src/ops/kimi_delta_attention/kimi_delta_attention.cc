@@ -46,7 +46,7 @@ Result<std::string> kimi_delta_attention_explain(const CpuContext& context, cons
                                                  int layer) {
   RSSM_ASSIGN_OR_RETURN(const KimiDeltaAttentionShape* shape,
                         pool.impl().shape_of<KimiDeltaAttentionShape>(layer, kFamily));
-  return delta_rule_explain(context, pool.options(), kFamily, delta_rule(*shape));
+  return delta_rule_explain(context, pool.options(), layer, kFamily, delta_rule(*shape));
 }
 
 Result<std::string> kimi_delta_attention_explain(const CudaContext& context, const StatePool& pool,

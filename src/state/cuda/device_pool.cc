@@ -356,7 +356,12 @@ class CudaPool final : public DevicePool {
 };
 
 Status CudaPool::check_layer(int layer) const {
-  const LayerKernels kernels(options_.layers[index(layer)].recurrence, options_);
+  const LayerSpec& spec = options_.layers[index(layer)];
+  if (spec.read_copy != ReadCopyFormat::kNone) {
+    return unsupported("layer ", layer, ": read copies on cuda are not supported, read_copy is ",
+                       to_string(spec.read_copy), ", expected none");
+  }
+  const LayerKernels kernels(spec.recurrence, options_);
   const Status status = kernels.check(info_);
   if (status.ok()) return {};
   return make_status(status.code(), "layer ", layer, ": ", status.message());
@@ -398,9 +403,9 @@ std::vector<DeviceField> CudaPool::device_fields() const {
       field.places = f.places;
       field.inner = static_cast<std::int64_t>(f.inner_bytes());
       field.word = field.inner % 16 == 0 ? 16 : field.inner % 4 == 0 ? 4 : 2;
-      field.kind = f.kind == FieldKind::kCheckpoint ? DeviceField::kCheckpoint
-                   : f.kind == FieldKind::kRecord   ? DeviceField::kRecord
-                                                    : DeviceField::kConv;
+      field.kind = f.is_state()                   ? DeviceField::kState
+                   : f.kind == FieldKind::kRecord ? DeviceField::kRecord
+                                                  : DeviceField::kConv;
       if (f.kind == FieldKind::kConv) field.history = options_.layers[layer].conv.width - 1;
       out.push_back(field);
     }
