@@ -66,8 +66,8 @@ class DeltaRuleFamily {
     p.ring_k_scale_slot_stride = s.key_heads * places;
     p.ring_v_head_stride = p.ring_delta_head_stride = places * s.value_dim;
     p.ring_v_slot_stride = p.ring_delta_slot_stride = s.value_heads * p.ring_v_head_stride;
-    p.ring_log_decay_head_stride = places * s.decays();
-    p.ring_log_decay_slot_stride = s.value_heads * p.ring_log_decay_head_stride;
+    p.ring_decay_head_stride = places * s.decays();
+    p.ring_decay_slot_stride = s.value_heads * p.ring_decay_head_stride;
     p.ring_beta_head_stride = places;
     p.ring_beta_slot_stride = s.value_heads * places;
     p.state = arenas.states.take<char>(sized(slots * p.state_slot_stride) * size_of(c.checkpoint));
@@ -76,7 +76,7 @@ class DeltaRuleFamily {
     p.ring_delta = arenas.numbers.take<char>(sized(slots * p.ring_v_slot_stride * c.act_bytes()));
     p.ring_k_scale = arenas.positive.take<float>(sized(slots * p.ring_k_scale_slot_stride));
     p.ring_beta = arenas.positive.take<float>(sized(slots * p.ring_beta_slot_stride));
-    p.ring_log_decay = arenas.negative.take<float>(sized(slots * p.ring_log_decay_slot_stride));
+    p.ring_decay = arenas.positive.take<float>(sized(slots * p.ring_decay_slot_stride));
     p.a_log = a_log_;
     p.normalize = true;
     p.norm_epsilon = 1e-6f;

@@ -25,8 +25,8 @@ DeltaRuleShared plan_shared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch&
     at = aligned(at + bytes, 16);
     return static_cast<std::int32_t>(begin);
   };
-  plan.values =
-      kDeltaRuleTileRows * launch.stage_pitch * static_cast<std::int32_t>(size_of(p.checkpoint));
+  plan.values = static_cast<std::int32_t>(kDeltaRuleTileRows * p.shape.key_dim *
+                                          static_cast<std::int64_t>(size_of(p.checkpoint)));
   plan.stage_bytes = static_cast<std::int32_t>(
       aligned(plan.values + p.limits.record_places() * kDeltaRuleTileRows * act_bytes, 128));
   take(std::int64_t{launch.warps} * launch.stages * plan.stage_bytes);
@@ -100,8 +100,6 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
     launch.heads_per_key = static_cast<std::int32_t>(p.shape.heads_per_key());
     launch.decays = static_cast<std::int32_t>(p.shape.decays());
     const auto state_bytes = static_cast<int>(size_of(p.checkpoint));
-    launch.stage_pitch =
-        delta_rule_stage_pitch(static_cast<int>(p.shape.key_dim), state_bytes) / state_bytes;
     launch.vector_pitch = delta_rule_vector_pitch(static_cast<int>(p.shape.key_dim));
     launch.warps = std::min(tuning.warps != 0 ? tuning.warps : candidate.warps, tiles);
     launch.parts = tuning.parts != 0 ? tuning.parts : candidate.parts;

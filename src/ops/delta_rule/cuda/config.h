@@ -35,11 +35,6 @@ constexpr int delta_rule_column_blocks(DeltaRuleVariant variant) {
   return variant == DeltaRuleVariant::kSmall ? 1 : variant == DeltaRuleVariant::kDraft ? 2 : 4;
 }
 
-/// Bytes from one row of a staged tile to the next: half the banks further than key_dim, so that
-/// the two rows that eight lanes read together do not share banks.
-constexpr int delta_rule_stage_pitch(int key_dim, int state_bytes) {
-  return key_dim * state_bytes + 64;
-}
 /// Elements from one vector of keys or columns in shared memory to the next: the lanes that read
 /// several vectors together do not share banks.
 constexpr int delta_rule_vector_pitch(int key_dim) { return key_dim + 16; }
@@ -83,7 +78,6 @@ struct DeltaRuleLaunch {
   std::int32_t heads_per_key = 1;
   std::int32_t decays = 1;        // of a head and token
   std::int32_t vector_pitch = 0;  // elements from one vector in shared memory to the next
-  std::int32_t stage_pitch = 0;   // elements from one row of a staged tile to the next
 };
 
 /// Overrides; 0 leaves a choice to choose_delta_rule_config.

@@ -44,9 +44,9 @@ class DeltaRuleStepKernel
 
   using Row = DeltaRuleRow<State, Act>;
   using Row::beta, Row::head_of, Row::is_first_of_head, Row::is_first_of_key, Row::key_head;
-  using Row::kind, Row::lane, Row::launch, Row::live, Row::log_decay, Row::output, Row::own;
-  using Row::p, Row::part_count, Row::position, Row::raw_gate, Row::read_row, Row::ring_beta;
-  using Row::ring_delta, Row::ring_k, Row::ring_k_scale, Row::ring_log_decay, Row::ring_v;
+  using Row::kind, Row::lane, Row::launch, Row::live, Row::token_decay, Row::output, Row::own;
+  using Row::p, Row::part_count, Row::first_position, Row::present, Row::raw_gate, Row::read_row, Row::ring_beta;
+  using Row::ring_delta, Row::ring_k, Row::ring_k_scale, Row::ring_decay, Row::ring_v;
   using Row::state, Row::thread, Row::token_count, Row::token_k, Row::token_q, Row::token_v;
   using Row::value_offset, Row::warp, Row::zero, Row::zero_outputs;
   using typename Row::Position;
@@ -54,7 +54,7 @@ class DeltaRuleStepKernel
   using Recurrence = DeltaRuleRecurrence<State, kKeyDim, kMasked, kChannelDecay>;
   using Recurrence::advance, Recurrence::kColumns, Recurrence::kPassRows;
   using Recurrence::kRowLanes, Recurrence::load_vector, Recurrence::multiply;
-  using Recurrence::read_tile, Recurrence::round_tile, Recurrence::stage_pitch_;
+  using Recurrence::read_tile, Recurrence::round_tile;
   using typename Recurrence::Tile;
 
   // Where every channel has its own decay, columns are multiplied by them, in fp32.
@@ -82,13 +82,17 @@ class DeltaRuleStepKernel
     }
     if (kernel.token_count == 0 && kernel.live == 0) return;
     kernel.init_barriers();
-    for (int part = 0; part < launch.stages; ++part) kernel.load_part(part);
+    Position ahead = kernel.first_position();
+    for (int part = 0; part < launch.stages; ++part) {
+      kernel.load_part(part, ahead);
+      kernel.advance_position(ahead);
+    }
     if (kernel.kind == PlannedRow::kCommitted) {
-      kernel.committed();
+      kernel.committed(ahead);
     } else if (kernel.kind == PlannedRow::kFlush) {
-      kernel.template tentative<true>();
+      kernel.template tentative<true>(ahead);
     } else {
-      kernel.template tentative<false>();
+      kernel.template tentative<false>(ahead);
     }
   }
 
@@ -97,7 +101,8 @@ class DeltaRuleStepKernel
                                                  const DeltaRuleLaunch& shape,
                                                  unsigned char* shared_memory)
       : Row(params, shape),
-        Recurrence(Row::lane, static_cast<int>(params.shape.key_dim), shape.stage_pitch),
+        Recurrence(Row::lane,
+                   kMasked ? static_cast<int>(params.shape.key_dim) : kKeyDim),
         Products(Row::lane),
         shared(shared_memory),
         key_dim(kMasked ? static_cast<int>(params.shape.key_dim) : kKeyDim),
@@ -174,6 +179,10 @@ class DeltaRuleStepKernel
   __device__ __forceinline__ float* state_weights(int part) const {
     return own_weights(part, 8 * kBlocks);
   }
+  // Its namesake advances a state.
+  __device__ __forceinline__ void advance_position(Position& position) const {
+    Row::advance(position);
+  }
   __device__ __forceinline__ int block_threads() const { return launch.warps * kWarpLanes; }
 
   // ---- Loads ----
@@ -190,29 +199,24 @@ class DeltaRuleStepKernel
   }
 
   /// Asks for the warp's tile of a part and its rows of the records and of the tokens' v.
-  __device__ __forceinline__ void load_part(int part) const {
-    if (part >= part_count) return;
-    const Position to_load = position(part);
-    if (!to_load.present) return;
+  __device__ __forceinline__ void load_part(int part, const Position& to_load) const {
+    if (part >= part_count || !present(to_load)) return;
     std::uint64_t* bar = barrier(part);
     State* to = stage_state(part);
     if (!zero) {
       const State* from = state(to_load);
+      const int bytes = kDeltaRuleTileRows * key_dim * static_cast<int>(sizeof(State));
       if (ptx::kHasBulkCopy) {
-        const auto row_bytes =
-            static_cast<std::uint32_t>(key_dim * static_cast<int>(sizeof(State)));
-        if (lane < kDeltaRuleTileRows) {
-          ptx::mbarrier_expect(bar, row_bytes);
-          ptx::bulk_copy(to + lane * stage_pitch_, from + lane * key_dim, row_bytes, bar,
+        if (lane == 0) {
+          ptx::mbarrier_expect(bar, static_cast<std::uint32_t>(bytes));
+          ptx::bulk_copy(to, from, static_cast<std::uint32_t>(bytes), bar,
                          ptx::evict_first_policy());
         }
       } else {
         constexpr int kPerChunk = 16 / static_cast<int>(sizeof(State));
-        const int chunks = key_dim / kPerChunk;
-        for (int i = lane; i < kDeltaRuleTileRows * chunks; i += kWarpLanes) {
-          const int row = i / chunks;
-          const int column = i % chunks * kPerChunk;
-          ptx::copy_async_16(to + row * stage_pitch_ + column, from + row * key_dim + column);
+        for (int i = lane * kPerChunk; i < kDeltaRuleTileRows * key_dim;
+             i += kWarpLanes * kPerChunk) {
+          ptx::copy_async_16(to + i, from + i);
         }
       }
     }
@@ -237,12 +241,12 @@ class DeltaRuleStepKernel
     __syncwarp();
   }
 
-  /// A tile is done with: its stage goes to a later part.
-  __device__ __forceinline__ void load_next(int part) const {
-    if (part + launch.stages >= part_count) return;
-    ptx::fence_proxy_async();
+  /// A tile is done with: its stage goes to part `part`.
+  __device__ __forceinline__ void reload(int part, const Position& to_load) const {
+    if (part >= part_count) return;
+    if (kind != PlannedRow::kReplay) ptx::fence_proxy_async();  // the stage has been written to
     __syncwarp();
-    load_part(part + launch.stages);
+    load_part(part, to_load);
   }
 
   /// `rows` vectors of key_dim elements of `size` bytes; from(row) is where one begins.
@@ -280,14 +284,14 @@ class DeltaRuleStepKernel
       const int head = head_of(part);
       for (int i = lane; i < live; i += kWarpLanes) {
         if constexpr (!kChannelDecay) {
-          ptx::copy_async_4(decay(part) + i, ring_log_decay(head, i));
+          ptx::copy_async_4(decay(part) + i, ring_decay(head, i));
         }
         if (folds) ptx::copy_async_4(betas(part) + i, ring_beta(head, i));
       }
     }
     // A key head has one value head here, so parts share these.
     if constexpr (kChannelDecay) {
-      copy_vectors(channel_decay(0), live, 4, [&](int i) { return ring_log_decay(key_head, i); });
+      copy_vectors(channel_decay(0), live, 4, [&](int i) { return ring_decay(key_head, i); });
     }
   }
 
@@ -344,22 +348,12 @@ class DeltaRuleStepKernel
     }
   }
 
-  /// What folds take of the live records: unit keys (with a decay per channel keys are scaled where
-  /// they are used) and decays.
+  /// Unit keys of the live records for folds. (With a decay per channel there is no room for them;
+  /// keys are scaled where they are used.)
   __device__ __forceinline__ void prepare_fold() const {
-    if constexpr (kChannelDecay) {
-      for (int i = thread; i < live * kKeyDim; i += block_threads()) {
-        const int n = i % kKeyDim;
-        if (kMasked && n >= key_dim) continue;
-        float& factor = channel_decay(i / kKeyDim)[n];
-        factor = exp_f32(factor);
-      }
-    } else {
+    if constexpr (!kChannelDecay) {
       for (int i = warp; i < live; i += launch.warps) {
         store_scaled(load_lane(raw_key(i)), key_scale()[i], key(i));
-      }
-      for (int part = warp; part < part_count; part += launch.warps) {
-        for (int i = lane; i < live; i += kWarpLanes) decay(part)[i] = exp_f32(decay(part)[i]);
       }
     }
   }
@@ -371,7 +365,7 @@ class DeltaRuleStepKernel
       float later = 1.0f;
       for (int first = (live - 1) / kWarpLanes * kWarpLanes; first >= 0; first -= kWarpLanes) {
         const int entry = first + lane;
-        float product = entry < live ? exp_f32(factor[entry]) : 1.0f;
+        float product = entry < live ? factor[entry] : 1.0f;
 #pragma unroll
         for (int step = 1; step < kWarpLanes; step *= 2) {
           const float other = __shfl_down_sync(kAllLanes, product, step);
@@ -398,9 +392,9 @@ class DeltaRuleStepKernel
         betas(part)[live + t] = b;
         if (records) *ring_beta(head, entry) = b;
         if constexpr (!kChannelDecay) {
-          const float log = log_decay(*raw_gate(first + t, head), head, 0);
-          decay(part)[live + t] = exp_f32(log);
-          if (records) *ring_log_decay(head, entry) = log;
+          const float factor = token_decay(*raw_gate(first + t, head), head, 0);
+          decay(part)[live + t] = factor;
+          if (records) *ring_decay(head, entry) = factor;
         }
       }
     }
@@ -411,9 +405,8 @@ class DeltaRuleStepKernel
     const auto index = t * pitch + n;
     const float raw = p.gate_is_f32 ? at<float>(launch.shared.raw_gates)[index]
                                     : widen(at<Act>(launch.shared.raw_gates)[index]);
-    const float log = log_decay(raw, key_head, n);
-    if (append) ring_log_decay(key_head, live + t)[n] = log;
-    const float factor = exp_f32(log);
+    const float factor = token_decay(raw, key_head, n);
+    if (append) ring_decay(key_head, live + t)[n] = factor;
     token_channel_decay(t)[n] = factor;
     return factor;
   }
@@ -438,7 +431,7 @@ class DeltaRuleStepKernel
       if (i < kKeyDim) {
 #pragma unroll 4
         for (int e = records - 1; e >= 0; --e) {
-          const float factor = exp_f32(channel_decay(e)[n]);
+          const float factor = channel_decay(e)[n];
           channel_decay(e)[n] = widen(raw_key(e)[n]) * product;
           product *= factor;
         }
@@ -552,8 +545,9 @@ class DeltaRuleStepKernel
 
   // ---- Tentative rows ----
 
+  /// `ahead`: the first tile that has not been asked for.
   template <bool kFlush>
-  __device__ __forceinline__ void tentative() const {
+  __device__ __forceinline__ void tentative(Position ahead) const {
     const int records = kFlush ? 0 : live;  // that outputs see
     load_tokens(0, own);
     load_records(kFlush);
@@ -575,15 +569,18 @@ class DeltaRuleStepKernel
     if (own > 0) prepare_weights(records);
     __syncthreads();
     // From here on warps go their own ways.
+    Position tile = first_position();
 #pragma unroll 1
     for (int part = 0; part < part_count; ++part) {
-      const Position tile = position(part);
-      if (!tile.present) continue;
-      wait_for(part);
-      append_values(part, tile);
-      if constexpr (kFlush) fold_tile(part, tile);
-      if (own > 0) output_tile(part, tile, records, kFlush || !zero);
-      load_next(part);
+      if (present(tile)) {
+        wait_for(part);
+        append_values(part, tile);
+        if constexpr (kFlush) fold_tile(part, tile);
+        if (own > 0) output_tile(part, tile, records, kFlush || !zero);
+      }
+      reload(part + launch.stages, ahead);
+      advance_position(tile);
+      advance_position(ahead);
     }
   }
 
@@ -625,7 +622,7 @@ class DeltaRuleStepKernel
     Sums sums;
     clear(sums);
     if (has_state) {
-      multiply_state(stage_state(part), stage_pitch_, key_dim, state_columns(), pitch, blocks,
+      multiply_state(stage_state(part), key_dim, state_columns(), pitch, blocks,
                      sums);
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
@@ -725,7 +722,7 @@ class DeltaRuleStepKernel
   __device__ __forceinline__ void fold_tile(int part, const Position& at_tile) const {
 #pragma unroll 1
     for (int first_row = 0; first_row < kDeltaRuleTileRows; first_row += kPassRows) {
-      State* staged = stage_state(part) + first_row * stage_pitch_;
+      State* staged = stage_state(part) + first_row * key_dim;
       Tile tile;
       read_tile(staged, zero, tile);
       fold_records(part, first_row, tile);
@@ -738,7 +735,7 @@ class DeltaRuleStepKernel
     return static_cast<int>(min(token_count - first, std::int64_t{kMaxTokens}));
   }
 
-  __device__ __forceinline__ void committed() const {
+  __device__ __forceinline__ void committed(Position ahead) const {
     load_tokens(0, chunk_length(0));
     load_records(true);
     ptx::copy_async_wait_all();
@@ -746,17 +743,19 @@ class DeltaRuleStepKernel
     prepare_fold();
     prepare_chunk(0);
     __syncthreads();
+    Position tile = first_position();
 #pragma unroll 1
     for (int part = 0; part < part_count; ++part) {
-      const Position tile = position(part);
-      if (tile.present) wait_for(part);
+      if (present(tile)) wait_for(part);
 #pragma unroll 1
       for (int first_row = 0; first_row < kDeltaRuleTileRows; first_row += kPassRows) {
         // A row of one chunk prepares it once.
         const bool again = token_count > kMaxTokens && (part > 0 || first_row > 0);
         committed_pass(part, tile, first_row, again);
       }
-      if (tile.present) load_next(part);
+      reload(part + launch.stages, ahead);
+      advance_position(tile);
+      advance_position(ahead);
     }
   }
 
@@ -779,9 +778,10 @@ class DeltaRuleStepKernel
                                                  bool again) const {
     Tile tile;
     const int row = lane / kRowLanes;
-    const Position rows{at_tile.head, at_tile.v0 + first_row, at_tile.present};
-    if (rows.present) {
-      read_tile(stage_state(part) + first_row * stage_pitch_, zero, tile);
+    const Position rows{at_tile.head, at_tile.part, at_tile.v0 + first_row};
+    const bool has_tile = present(at_tile);
+    if (has_tile) {
+      read_tile(stage_state(part) + first_row * key_dim, zero, tile);
       if (live > 0) {
         fold_records(part, first_row, tile);
         round_tile(tile);
@@ -797,7 +797,7 @@ class DeltaRuleStepKernel
         prepare_chunk(first);
         __syncthreads();
       }
-      if (!rows.present) continue;
+      if (!has_tile) continue;
       const int count = chunk_length(first);
       float next_v = widen(token_v(first, rows)[row]);
 #pragma unroll 1
@@ -814,7 +814,7 @@ class DeltaRuleStepKernel
         round_tile(tile);
       }
     }
-    if (rows.present) {
+    if (has_tile) {
       this->template write_tile<false>(tile, state(at_tile) + first_row * key_dim, nullptr);
     }
   }

@@ -95,7 +95,7 @@ Status validate_delta_rule(const DeltaRuleCudaParams& p) {
   RSSM_RETURN_IF_ERROR(check_pointer("k ring", p.ring_k));
   RSSM_RETURN_IF_ERROR(check_pointer("k scale ring", p.ring_k_scale));
   RSSM_RETURN_IF_ERROR(check_pointer("v ring", p.ring_v));
-  RSSM_RETURN_IF_ERROR(check_pointer("log-decay ring", p.ring_log_decay));
+  RSSM_RETURN_IF_ERROR(check_pointer("decay ring", p.ring_decay));
   RSSM_RETURN_IF_ERROR(check_pointer("beta ring", p.ring_beta));
   RSSM_RETURN_IF_ERROR(check_pointer("delta ring", p.ring_delta));
   RSSM_RETURN_IF_ERROR(
@@ -109,8 +109,8 @@ Status validate_delta_rule(const DeltaRuleCudaParams& p) {
                      {"delta ring head stride", p.ring_delta_head_stride, p.activation}}));
   if (p.shape.channel_decay) {
     RSSM_RETURN_IF_ERROR(
-        check_strides({{"log-decay ring slot stride", p.ring_log_decay_slot_stride, DType::kF32},
-                       {"log-decay ring head stride", p.ring_log_decay_head_stride, DType::kF32}}));
+        check_strides({{"decay ring slot stride", p.ring_decay_slot_stride, DType::kF32},
+                       {"decay ring head stride", p.ring_decay_head_stride, DType::kF32}}));
   }
   if (p.token_count == 0) return {};
   RSSM_RETURN_IF_ERROR(check_pointer("q", p.q));

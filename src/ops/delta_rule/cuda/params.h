@@ -29,14 +29,14 @@ struct DeltaRuleCudaParams {
   void* ring_k = nullptr;           // (slots, key_heads, places, key_dim) activation, as received
   float* ring_k_scale = nullptr;    // (slots, key_heads, places)
   void* ring_v = nullptr;           // (slots, value_heads, places, value_dim) activation
-  float* ring_log_decay = nullptr;  // (slots, value_heads, places, 1 or key_dim)
+  float* ring_decay = nullptr;  // (slots, value_heads, places, 1 or key_dim)
   float* ring_beta = nullptr;       // (slots, value_heads, places)
   void* ring_delta = nullptr;       // (slots, value_heads, places, value_dim) activation
   std::int64_t state_slot_stride = 0, state_head_stride = 0;
   std::int64_t ring_k_slot_stride = 0, ring_k_head_stride = 0;  // places: key_dim apart
   std::int64_t ring_k_scale_slot_stride = 0, ring_k_scale_head_stride = 0;
   std::int64_t ring_v_slot_stride = 0, ring_v_head_stride = 0;  // places: value_dim apart
-  std::int64_t ring_log_decay_slot_stride = 0, ring_log_decay_head_stride = 0;
+  std::int64_t ring_decay_slot_stride = 0, ring_decay_head_stride = 0;
   std::int64_t ring_beta_slot_stride = 0, ring_beta_head_stride = 0;
   std::int64_t ring_delta_slot_stride = 0, ring_delta_head_stride = 0;  // places: value_dim apart
 

@@ -44,11 +44,11 @@ class DeltaRuleProducts {
   }
 
   /// sums[v, c] += sum_n S[v, n] columns[c, n] for the staged tile. `blocks`: that have columns.
-  __device__ __forceinline__ void multiply_state(const State* tile, int pitch, int key_dim,
+  __device__ __forceinline__ void multiply_state(const State* tile, int key_dim,
                                                  const Column* columns, int column_pitch,
                                                  int blocks, Sums& sums) const {
-    const State* low = tile + g * pitch + q * kOwn;
-    const State* high = low + 8 * pitch;
+    const State* low = tile + g * key_dim + q * kOwn;
+    const State* high = low + 8 * key_dim;
     const Column* column = columns + g * column_pitch + q * kOwn;
     Sums rest;  // of the low terms, in chains of their own
     clear(rest);

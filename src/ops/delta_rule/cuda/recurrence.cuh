@@ -27,10 +27,9 @@ class DeltaRuleRecurrence {
   static constexpr int kRowLanes = kTeamLanes / kSlots;  // lanes that end up with a row's sum
   static_assert(kDeltaRuleTileRows % kPassRows == 0 && kRowLanes >= 1);
 
-  __device__ __forceinline__ DeltaRuleRecurrence(int lane_index, int key_dim, int stage_pitch)
+  __device__ __forceinline__ DeltaRuleRecurrence(int lane_index, int key_dim)
       : lane_(lane_index),
         key_dim_(key_dim),
-        stage_pitch_(stage_pitch),
         first_row_(lane_index / kTeamLanes * kSlots),
         first_column_(lane_index % kTeamLanes * kVector) {}
 
@@ -55,7 +54,7 @@ class DeltaRuleRecurrence {
           for (int i = 0; i < kVector; ++i) tile.s[s][v * kVector + i] = 0.0f;
         } else {
           const auto packed =
-              load_packed<State, kVector>(staged + (first_row_ + s) * stage_pitch_ + column(v));
+              load_packed<State, kVector>(staged + (first_row_ + s) * key_dim_ + column(v));
 #pragma unroll
           for (int i = 0; i < kVector; ++i) tile.s[s][v * kVector + i] = packed[i];
         }
@@ -77,11 +76,9 @@ class DeltaRuleRecurrence {
           packed.set(i, tile.s[s][v * kVector + 2 * i], tile.s[s][v * kVector + 2 * i + 1]);
         }
         const uint4 bits = {packed.word[0], packed.word[1], packed.word[2], packed.word[3]};
-        const int row = first_row_ + s;
-        __stcs(reinterpret_cast<uint4*>(global + row * key_dim_ + column(v)), bits);
-        if constexpr (kToStage) {
-          *reinterpret_cast<uint4*>(staged + row * stage_pitch_ + column(v)) = bits;
-        }
+        const int offset = (first_row_ + s) * key_dim_ + column(v);
+        __stcs(reinterpret_cast<uint4*>(global + offset), bits);
+        if constexpr (kToStage) *reinterpret_cast<uint4*>(staged + offset) = bits;
       }
     }
   }
@@ -171,7 +168,7 @@ class DeltaRuleRecurrence {
   }
 
  protected:
-  int lane_, key_dim_, stage_pitch_;
+  int lane_, key_dim_;
   int first_row_, first_column_;
 };
 

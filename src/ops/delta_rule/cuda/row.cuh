@@ -17,8 +17,8 @@ class DeltaRuleRow {
   /// A warp's tile of a part.
   struct Position {
     int head;
-    int v0;  // first row
-    bool present;
+    int part;  // of the head's
+    int v0;    // first row
   };
 
   __device__ __forceinline__ DeltaRuleRow(const DeltaRuleCudaParams& params,
@@ -48,33 +48,38 @@ class DeltaRuleRow {
     own = kind == PlannedRow::kCommitted ? 0 : static_cast<int>(token_count);
   }
 
-  /// Which head of the key head, and which of its parts.
-  struct Index {
-    int head, part;
-  };
-  __device__ __forceinline__ Index index(int part) const {
-    const int at = part_begin + part;
-    if (launch.parts_per_head == 1) return {at, 0};
-    const int head = at / launch.parts_per_head;
-    return {head, at - head * launch.parts_per_head};
+  __device__ __forceinline__ Position first_position() const {
+    const int head = part_begin / launch.parts_per_head;
+    const int part = part_begin - head * launch.parts_per_head;
+    return {key_head * launch.heads_per_key + head, part,
+            (part * launch.warps + warp) * kDeltaRuleTileRows};
   }
-  __device__ __forceinline__ int head_of(int part) const {
-    return key_head * launch.heads_per_key + index(part).head;
+  __device__ __forceinline__ void advance(Position& at) const {
+    at.v0 += launch.warps * kDeltaRuleTileRows;
+    if (++at.part == launch.parts_per_head) {
+      ++at.head;
+      at.part = 0;
+      at.v0 = warp * kDeltaRuleTileRows;
+    }
   }
-  /// Exactly one part of a head appends what the head records once.
-  __device__ __forceinline__ bool is_first_of_head(int part) const { return index(part).part == 0; }
-  __device__ __forceinline__ bool is_first_of_key() const { return part_begin == 0; }
-  __device__ __forceinline__ Position position(int part) const {
-    const Index at = index(part);
-    const int tile = at.part * launch.warps + warp;
-    return {key_head * launch.heads_per_key + at.head, tile * kDeltaRuleTileRows,
-            tile < launch.tiles_per_head};
+  /// The warp has a tile there: a head's last part may be short.
+  __device__ __forceinline__ bool present(const Position& at) const {
+    return at.v0 < launch.tiles_per_head * kDeltaRuleTileRows;
   }
 
+  __device__ __forceinline__ int head_of(int part) const {
+    return key_head * launch.heads_per_key + (part_begin + part) / launch.parts_per_head;
+  }
+  /// Exactly one part of a head appends what the head records once.
+  __device__ __forceinline__ bool is_first_of_head(int part) const {
+    return (part_begin + part) % launch.parts_per_head == 0;
+  }
+  __device__ __forceinline__ bool is_first_of_key() const { return part_begin == 0; }
+
   __device__ __forceinline__ void zero_outputs() const {
-    for (int part = 0; part < part_count; ++part) {
-      const Position at = position(part);
-      if (!at.present || lane >= kDeltaRuleTileRows) continue;
+    Position at = first_position();
+    for (int part = 0; part < part_count; ++part, advance(at)) {
+      if (!present(at) || lane >= kDeltaRuleTileRows) continue;
       for (std::int64_t t = 0; t < token_count; ++t) output(t, at)[lane] = narrow<Act>(0.0f);
     }
   }
@@ -109,9 +114,9 @@ class DeltaRuleRow {
   __device__ __forceinline__ std::int64_t value_offset(int entry) const {
     return place(entry) * p.shape.value_dim;
   }
-  __device__ __forceinline__ float* ring_log_decay(int head, int entry) const {
-    return p.ring_log_decay + slot * p.ring_log_decay_slot_stride +
-           head * p.ring_log_decay_head_stride + place(entry) * std::int64_t{launch.decays};
+  __device__ __forceinline__ float* ring_decay(int head, int entry) const {
+    return p.ring_decay + slot * p.ring_decay_slot_stride +
+           head * p.ring_decay_head_stride + place(entry) * std::int64_t{launch.decays};
   }
   __device__ __forceinline__ float* ring_beta(int head, int entry) const {
     return p.ring_beta + slot * p.ring_beta_slot_stride + head * p.ring_beta_head_stride +
@@ -150,12 +155,13 @@ class DeltaRuleRow {
     return raw(p.gate, p.gate_is_f32,
                (token_begin + t) * p.gate_token_stride + head * p.gate_head_stride);
   }
-  /// Log-decay of a raw gate; `channel` 0 where a head has one decay.
-  __device__ __forceinline__ float log_decay(float raw_gate, int head, int channel) const {
+  /// Decay of a raw gate; `channel` 0 where a head has one.
+  __device__ __forceinline__ float token_decay(float raw_gate, int head, int channel) const {
     const float a_log = p.a_log == nullptr ? 0.0f : p.a_log[head];
     const float bias = p.dt_bias == nullptr ? 0.0f : p.dt_bias[head * launch.decays + channel];
     const float u = __fadd_rn(raw_gate, bias);
-    return p.bounded ? bounded_log_decay(a_log, u, p.lower_bound) : softplus_log_decay(a_log, u);
+    return exp_f32(p.bounded ? bounded_log_decay(a_log, u, p.lower_bound)
+                             : softplus_log_decay(a_log, u));
   }
   __device__ __forceinline__ float beta(std::int64_t t, int head) const {
     return delta_rule_beta(
