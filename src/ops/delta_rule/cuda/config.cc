@@ -82,7 +82,7 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
   // Tried in this order; the first that fits the device wins. Several parts amortize what their key
   // head shares, where there are blocks enough for every multiprocessor all the same.
   static constexpr Candidate kCandidates[] = {
-      {8, 4, 2, "two-byte tiles: two parts ahead keep enough loads in flight"},
+      {4, 4, 1, "two-byte tiles: four small blocks keep more loads in flight than two"},
       {8, 4, 1, "the parts of a key head share its keys' preparation"},
       {8, 2, 1, "the parts of a key head share its keys' preparation"},
       {8, 1, 1, "a head per block: its state is asked for before its keys are prepared"},
@@ -110,7 +110,7 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
     config.blocks_per_key = (launch.parts_per_key + launch.parts - 1) / launch.parts;
     config.blocks = p.row_count * p.shape.key_heads * config.blocks_per_key;
     if (!asked) {
-      if (candidate.stages > 1 && state_bytes == 4) continue;
+      if (candidate.warps == 4 && candidate.parts > 1 && state_bytes == 4) continue;
       if (launch.parts < candidate.parts) continue;
       if (candidate.parts > 1 && config.blocks < std::int64_t{8} * device.multiprocessors) continue;
     }

@@ -45,7 +45,8 @@ class DeltaRuleStepKernel
   using Row = DeltaRuleRow<State, Act>;
   using Row::beta, Row::head_of, Row::is_first_of_head, Row::is_first_of_key, Row::key_head;
   using Row::kind, Row::lane, Row::launch, Row::live, Row::token_decay, Row::output, Row::own;
-  using Row::p, Row::part_count, Row::first_position, Row::present, Row::raw_gate, Row::read_row, Row::ring_beta;
+  using Row::p, Row::part_count, Row::first_position, Row::present, Row::raw_gate, Row::read_row,
+      Row::ring_beta;
   using Row::ring_delta, Row::ring_k, Row::ring_k_scale, Row::ring_decay, Row::ring_v;
   using Row::state, Row::thread, Row::token_count, Row::token_k, Row::token_q, Row::token_v;
   using Row::value_offset, Row::warp, Row::zero, Row::zero_outputs;
@@ -101,8 +102,7 @@ class DeltaRuleStepKernel
                                                  const DeltaRuleLaunch& shape,
                                                  unsigned char* shared_memory)
       : Row(params, shape),
-        Recurrence(Row::lane,
-                   kMasked ? static_cast<int>(params.shape.key_dim) : kKeyDim),
+        Recurrence(Row::lane, kMasked ? static_cast<int>(params.shape.key_dim) : kKeyDim),
         Products(Row::lane),
         shared(shared_memory),
         key_dim(kMasked ? static_cast<int>(params.shape.key_dim) : kKeyDim),
@@ -622,8 +622,7 @@ class DeltaRuleStepKernel
     Sums sums;
     clear(sums);
     if (has_state) {
-      multiply_state(stage_state(part), key_dim, state_columns(), pitch, blocks,
-                     sums);
+      multiply_state(stage_state(part), key_dim, state_columns(), pitch, blocks, sums);
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
         const int t = min(4 * b + q, own - 1);

@@ -25,13 +25,13 @@ struct DeltaRuleCudaParams {
   std::int64_t token_count = 0;  // tokens of the operands
 
   // State of one layer. The record of position p lies at place p mod limits.record_places().
-  void* state = nullptr;            // (slots, value_heads, value_dim, key_dim) checkpoint type
-  void* ring_k = nullptr;           // (slots, key_heads, places, key_dim) activation, as received
-  float* ring_k_scale = nullptr;    // (slots, key_heads, places)
-  void* ring_v = nullptr;           // (slots, value_heads, places, value_dim) activation
-  float* ring_decay = nullptr;  // (slots, value_heads, places, 1 or key_dim)
-  float* ring_beta = nullptr;       // (slots, value_heads, places)
-  void* ring_delta = nullptr;       // (slots, value_heads, places, value_dim) activation
+  void* state = nullptr;          // (slots, value_heads, value_dim, key_dim) checkpoint type
+  void* ring_k = nullptr;         // (slots, key_heads, places, key_dim) activation, as received
+  float* ring_k_scale = nullptr;  // (slots, key_heads, places)
+  void* ring_v = nullptr;         // (slots, value_heads, places, value_dim) activation
+  float* ring_decay = nullptr;    // (slots, value_heads, places, 1 or key_dim)
+  float* ring_beta = nullptr;     // (slots, value_heads, places)
+  void* ring_delta = nullptr;     // (slots, value_heads, places, value_dim) activation
   std::int64_t state_slot_stride = 0, state_head_stride = 0;
   std::int64_t ring_k_slot_stride = 0, ring_k_head_stride = 0;  // places: key_dim apart
   std::int64_t ring_k_scale_slot_stride = 0, ring_k_scale_head_stride = 0;

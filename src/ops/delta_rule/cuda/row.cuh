@@ -115,8 +115,8 @@ class DeltaRuleRow {
     return place(entry) * p.shape.value_dim;
   }
   __device__ __forceinline__ float* ring_decay(int head, int entry) const {
-    return p.ring_decay + slot * p.ring_decay_slot_stride +
-           head * p.ring_decay_head_stride + place(entry) * std::int64_t{launch.decays};
+    return p.ring_decay + slot * p.ring_decay_slot_stride + head * p.ring_decay_head_stride +
+           place(entry) * std::int64_t{launch.decays};
   }
   __device__ __forceinline__ float* ring_beta(int head, int entry) const {
     return p.ring_beta + slot * p.ring_beta_slot_stride + head * p.ring_beta_head_stride +
