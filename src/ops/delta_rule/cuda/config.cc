@@ -83,6 +83,7 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
   // head shares, where there are blocks enough for every multiprocessor all the same.
   static constexpr Candidate kCandidates[] = {
       {4, 4, 1, "two-byte tiles: four small blocks keep more loads in flight than two"},
+      {4, 2, 1, "small blocks: one loads while others prepare or compute"},
       {8, 4, 1, "the parts of a key head share its keys' preparation"},
       {8, 2, 1, "the parts of a key head share its keys' preparation"},
       {8, 1, 1, "a head per block: its state is asked for before its keys are prepared"},
@@ -104,13 +105,16 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
     launch.warps = std::min(tuning.warps != 0 ? tuning.warps : candidate.warps, tiles);
     launch.parts = tuning.parts != 0 ? tuning.parts : candidate.parts;
     launch.parts_per_head = (tiles + launch.warps - 1) / launch.warps;
+    launch.head_of_part = static_cast<std::uint32_t>(
+        ((std::int64_t{1} << 31) + launch.parts_per_head - 1) / launch.parts_per_head);
     launch.parts_per_key = launch.parts_per_head * launch.heads_per_key;
     launch.parts = std::min(launch.parts, launch.parts_per_key);
     launch.stages = std::min(tuning.stages != 0 ? tuning.stages : candidate.stages, launch.parts);
     config.blocks_per_key = (launch.parts_per_key + launch.parts - 1) / launch.parts;
     config.blocks = p.row_count * p.shape.key_heads * config.blocks_per_key;
     if (!asked) {
-      if (candidate.warps == 4 && candidate.parts > 1 && state_bytes == 4) continue;
+      const bool small = candidate.warps == 4 && candidate.parts > 1;
+      if (small && state_bytes == 4 && !p.shape.channel_decay) continue;
       if (launch.parts < candidate.parts) continue;
       if (candidate.parts > 1 && config.blocks < std::int64_t{8} * device.multiprocessors) continue;
     }

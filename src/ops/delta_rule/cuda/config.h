@@ -73,6 +73,7 @@ struct DeltaRuleLaunch {
   std::int32_t parts = 1;   // per block
   std::int32_t stages = 1;  // parts whose state is asked for ahead
   std::int32_t parts_per_head = 1;
+  std::uint32_t head_of_part = 0;  // 2^31 / parts_per_head, rounded up: divides by multiplying
   std::int32_t parts_per_key = 1;  // of all value heads of a key head
   std::int32_t tiles_per_head = 8;
   std::int32_t heads_per_key = 1;

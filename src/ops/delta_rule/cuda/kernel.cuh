@@ -44,7 +44,8 @@ class DeltaRuleStepKernel
 
   using Row = DeltaRuleRow<State, Act>;
   using Row::beta, Row::head_of, Row::is_first_of_head, Row::is_first_of_key, Row::key_head;
-  using Row::kind, Row::lane, Row::launch, Row::live, Row::token_decay, Row::output, Row::own;
+  using Row::isolate, Row::kind, Row::lane, Row::launch, Row::live, Row::token_decay, Row::output,
+      Row::own;
   using Row::p, Row::part_count, Row::first_position, Row::present, Row::raw_gate, Row::read_row,
       Row::ring_beta;
   using Row::ring_delta, Row::ring_k, Row::ring_k_scale, Row::ring_decay, Row::ring_v;
@@ -88,12 +89,16 @@ class DeltaRuleStepKernel
       kernel.load_part(part, ahead);
       kernel.advance_position(ahead);
     }
-    if (kernel.kind == PlannedRow::kCommitted) {
-      kernel.committed(ahead);
-    } else if (kernel.kind == PlannedRow::kFlush) {
-      kernel.template tentative<true>(ahead);
-    } else {
+    if (kernel.kind == PlannedRow::kReplay) {
       kernel.template tentative<false>(ahead);
+    } else {
+      kernel.isolate();
+      asm volatile("" : "+r"(ahead.head), "+r"(ahead.part), "+r"(ahead.v0));
+      if (kernel.kind == PlannedRow::kCommitted) {
+        kernel.committed(ahead);
+      } else {
+        kernel.template tentative<true>(ahead);
+      }
     }
   }
 

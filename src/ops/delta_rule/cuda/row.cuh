@@ -49,7 +49,7 @@ class DeltaRuleRow {
   }
 
   __device__ __forceinline__ Position first_position() const {
-    const int head = part_begin / launch.parts_per_head;
+    const int head = head_in_key(0);
     const int part = part_begin - head * launch.parts_per_head;
     return {key_head * launch.heads_per_key + head, part,
             (part * launch.warps + warp) * kDeltaRuleTileRows};
@@ -67,14 +67,27 @@ class DeltaRuleRow {
     return at.v0 < launch.tiles_per_head * kDeltaRuleTileRows;
   }
 
+  /// (part_begin + part) / parts_per_head.
+  __device__ __forceinline__ int head_in_key(int part) const {
+    return static_cast<int>(
+        __umulhi(2u * static_cast<unsigned>(part_begin + part), launch.head_of_part));
+  }
   __device__ __forceinline__ int head_of(int part) const {
-    return key_head * launch.heads_per_key + (part_begin + part) / launch.parts_per_head;
+    return key_head * launch.heads_per_key + head_in_key(part);
   }
   /// Exactly one part of a head appends what the head records once.
   __device__ __forceinline__ bool is_first_of_head(int part) const {
-    return (part_begin + part) % launch.parts_per_head == 0;
+    return head_in_key(part) * launch.parts_per_head == part_begin + part;
   }
   __device__ __forceinline__ bool is_first_of_key() const { return part_begin == 0; }
+
+  /// Makes this object's values new ones to the compiler. What a branch with many registers in use
+  /// has to spill is then spilled there, and not where the other branches would have to load it.
+  __device__ __forceinline__ void isolate() {
+    asm volatile("" : "+r"(thread), "+r"(lane), "+r"(warp), "+r"(places), "+r"(key_head));
+    asm volatile("" : "+r"(part_begin), "+r"(part_count), "+r"(slot), "+r"(live));
+    asm volatile("" : "+r"(first_place), "+r"(own), "+l"(token_begin), "+l"(token_count));
+  }
 
   __device__ __forceinline__ void zero_outputs() const {
     Position at = first_position();
