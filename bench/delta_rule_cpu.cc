@@ -129,7 +129,7 @@ class SnapshotCase : public BenchCase {
 
   void run(std::int64_t layer) {
     const cpu::DeltaRuleKernels& kernels =
-        cpu::delta_rule_kernels(context_.isa, DType::kF32, DType::kF32, shape_.channel_decay);
+        cpu::delta_rule_kernels(context_.isa, DType::kF32, shape_.channel_decay);
     context_.parallel_for(batch_ * shape_.key_heads, [&](std::int64_t item, int) {
       const std::int64_t row = item / shape_.key_heads;
       const std::int64_t base = base_[static_cast<std::size_t>(row)];

@@ -19,6 +19,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <variant>
@@ -85,9 +86,27 @@ using RecurrenceShape = std::variant<Mamba2Shape, GatedDeltaNetShape, KimiDeltaA
 /// "mamba2", "gated_delta_net", "kimi_delta_attention".
 const char* family_name(const RecurrenceShape& shape);
 
+/// How records become part of the checkpoint: in flushes, before a committed row, and wherever else
+/// a fold happens (materialize, load).
+enum class FlushMode : std::uint8_t {
+  /// The recurrence is re-run in fp32 in plain decoding's order: with an f32 checkpoint the state
+  /// is plain decoding's, bit for bit.
+  kExact = 0,
+  /// Delta-rule layers: S = decay S + sum_i w_i k_i d_i^T as one product of the deltas that the
+  /// steps have solved and stored in the activation type. Records hold no v and no beta. The
+  /// rounding of a stored delta enters the state, where later deltas, solved from what is stored,
+  /// correct it. docs/kernels/gdn-cpu.md has the drift.
+  kFast = 1,
+};
+
+/// "exact", "fast".
+const char* to_string(FlushMode mode);
+
 struct LayerSpec {
   RecurrenceShape recurrence;
   ConvShape conv;
+  /// Empty: the pool's. Mamba-2 layers are exact: what they record are the recurrence's own inputs.
+  std::optional<FlushMode> flush;
 
   friend bool operator==(const LayerSpec&, const LayerSpec&) = default;
 };
@@ -96,8 +115,9 @@ struct StatePoolOptions {
   std::vector<LayerSpec> layers;
   std::int64_t slots = 0;
   ReplayLimits limits;
-  DType checkpoint = DType::kF32;  // f32 or bf16
-  DType activation = DType::kF32;  // f32 or bf16: records, convolution inputs, op operands
+  DType checkpoint = DType::kF32;  // f32, bf16 or f16
+  DType activation = DType::kF32;  // f32, bf16 or f16: records, convolution inputs, op operands
+  FlushMode flush = FlushMode::kExact;  // of layers that do not say; fast: on the CPU only
   /// Keep convolution inputs for the whole window, so that truncate and materialize accept any
   /// prefix in [checkpoint_position, position] instead of `position` only.
   bool rewindable = false;
@@ -116,6 +136,11 @@ struct StatePoolOptions {
   /// the pool reserves its own. (A CUDA pool keeps cursors and rows, under 200 bytes a slot and its
   /// row, in memory of its own.)
   std::span<std::byte> storage;
+
+  /// Of one of `layers`.
+  FlushMode flush_mode(int layer) const {
+    return layers[static_cast<std::size_t>(layer)].flush.value_or(flush);
+  }
 };
 
 /// Bytes ops moved for states and rings, by the formula of what must move (not by counters in
@@ -221,7 +246,8 @@ class StatePool {
   /// version, checksum. Ring geometry is not part of it.
   Result<std::vector<std::byte>> save(std::int32_t slot) const;
   /// Replaces `slot`, in whatever condition, by a saved state. Everything is checked before
-  /// anything is written. Records that do not fit this pool's window are folded.
+  /// anything is written. Records that do not fit this pool's window are folded. Records of a layer
+  /// whose flush mode is another than this pool's are refused.
   Status load(const CpuContext& context, std::int32_t slot, std::span<const std::byte> image);
 
   // ---- Steps ----

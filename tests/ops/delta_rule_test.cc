@@ -18,19 +18,17 @@ namespace {
 std::vector<DeltaCase> type_cases() {
   std::vector<DeltaCase> cases;
   for (const DeltaFamily family : kDeltaFamilies) {
-    for (const DType checkpoint : {DType::kF32, DType::kBF16}) {
-      for (const DType activation : {DType::kF32, DType::kBF16}) {
-        const bool conv = checkpoint == activation;
-        DeltaCase c = small_delta_case(
-            family,
-            std::string(conv ? "conv_" : "") + to_string(checkpoint) + "_" + to_string(activation),
-            8, 4);
-        c.checkpoint = checkpoint;
-        c.activation = activation;
-        c.conv_width = conv ? 4 : 0;
-        c.layers = conv ? 2 : 1;
-        cases.push_back(std::move(c));
-      }
+    for (const auto& [checkpoint, activation] : kTypePairs) {
+      const bool conv = checkpoint == activation;
+      DeltaCase c = small_delta_case(
+          family,
+          std::string(conv ? "conv_" : "") + to_string(checkpoint) + "_" + to_string(activation), 8,
+          4);
+      c.checkpoint = checkpoint;
+      c.activation = activation;
+      c.conv_width = conv ? 4 : 0;
+      c.layers = conv ? 2 : 1;
+      cases.push_back(std::move(c));
     }
   }
   return cases;

@@ -41,6 +41,7 @@ class DeltaModel {
   DeltaModel plain() const {
     DeltaModel model = *this;
     model.case_.checkpoint = DType::kF32;
+    model.case_.flush = FlushMode::kExact;
     model.case_.limits = {1, 1};
     model.case_.rewindable = false;
     return model;

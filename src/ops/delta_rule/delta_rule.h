@@ -33,13 +33,13 @@ Status delta_rule_step(const CpuContext& context, StatePool& pool, int layer, St
                        const DeltaRuleOperands& operands);
 
 std::string delta_rule_explain(const CpuContext& context, const StatePoolOptions& options,
-                               const char* family, const DeltaRuleShape& shape);
+                               int layer, const char* family, const DeltaRuleShape& shape);
 
 StateTraffic delta_rule_row_traffic(const DeltaRuleShape& shape, DType checkpoint, DType activation,
                                     ReplayLimits limits, RowKind kind, const Cursor& cursor,
-                                    std::int64_t token_count);
+                                    std::int64_t token_count, FlushMode flush);
 
-void delta_rule_fold(const CpuContext& context, const StatePoolOptions& options,
+void delta_rule_fold(const CpuContext& context, const StatePoolOptions& options, int layer,
                      const DeltaRuleShape& shape, const FoldTask& fold);
 
 }  // namespace replayssm

@@ -30,19 +30,20 @@ Result<std::string> gated_delta_net_explain(const CpuContext& context, const Sta
                                             int layer) {
   RSSM_ASSIGN_OR_RETURN(const GatedDeltaNetShape* shape,
                         pool.impl().shape_of<GatedDeltaNetShape>(layer, kFamily));
-  return delta_rule_explain(context, pool.options(), kFamily, delta_rule(*shape));
+  return delta_rule_explain(context, pool.options(), layer, kFamily, delta_rule(*shape));
 }
 
 StateTraffic gated_delta_net_row_traffic(const GatedDeltaNetShape& shape, DType checkpoint,
                                          DType activation, ReplayLimits limits, RowKind kind,
-                                         const Cursor& cursor, std::int64_t token_count) {
+                                         const Cursor& cursor, std::int64_t token_count,
+                                         FlushMode flush) {
   return delta_rule_row_traffic(delta_rule(shape), checkpoint, activation, limits, kind, cursor,
-                                token_count);
+                                token_count, flush);
 }
 
-void fold_records(const CpuContext& context, const StatePool::Impl& pool, int,
+void fold_records(const CpuContext& context, const StatePool::Impl& pool, int layer,
                   const GatedDeltaNetShape& shape, const FoldTask& fold) {
-  delta_rule_fold(context, pool.options, delta_rule(shape), fold);
+  delta_rule_fold(context, pool.options, layer, delta_rule(shape), fold);
 }
 
 }  // namespace replayssm
