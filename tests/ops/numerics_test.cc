@@ -18,9 +18,10 @@ namespace {
 // ---- C18: a fold compiled otherwise ----
 //
 // Instruction sets stand for compilers. The vector ones fuse the same multiplications and
-// additions, in the same order whatever the vector's length: equal bits. The portable build rounds a
-// product before it adds, as a compiler without that instruction would: every record of a fold may
-// then cost two units in the last place of the row's largest value, and no more after 256 folds.
+// additions, in the same order whatever the vector's length: equal bits. The portable build rounds
+// a product before it adds, as a compiler without that instruction would: every record of a fold
+// may then cost two units in the last place of the row's largest value, and no more after 256
+// folds.
 
 /// The largest |a - b| of any row in units in the last place of the row's largest value.
 double worst_ulps(std::span<const float> a, std::span<const float> b, std::int64_t row_size) {
@@ -108,15 +109,13 @@ TEST_P(DeltaBuilds, C18_FoldsAgreeBetweenBuilds) {
     DeltaCase c = small_delta_case(GetParam(), "builds", 4, 1);
     c.flush = mode;
     SCOPED_TRACE(to_string(mode));
-    expect_folds_agree_between_builds(
-        DeltaModel(c), c.shape.value_dim);
+    expect_folds_agree_between_builds(DeltaModel(c), c.shape.value_dim);
   }
 }
 
 TEST(Mamba2Builds, C18_FoldsAgreeBetweenBuilds) {
   const Mamba2Case c = small_case("builds", 4, 1);
-  expect_folds_agree_between_builds(
-      Mamba2Model(c), c.shape.state_size);
+  expect_folds_agree_between_builds(Mamba2Model(c), c.shape.state_size);
 }
 
 // ---- C76: a whole pass against cached decoding ----
