@@ -110,7 +110,12 @@ class DeltaRuleKernel {
     delta::TokenDeltas<Isa> deltas;
     // What a fast flush will fold is the stored delta, so the row's later tokens correct its
     // rounding; an exact flush will not see it.
-    const DType delta_type = task.flush == FlushMode::kFast ? task.activation : DType::kF32;
+    const bool as_stored = task.flush == FlushMode::kFast && task.activation != DType::kF32;
+    const auto solve = [&]<typename C, bool kAsStored>(const delta::BlockPlace& place,
+                                                       const V(*read)[C::N]) {
+      delta::solve_block<C, kAsStored, Isa>(window, tokens, place.column, read, gates.beta,
+                                            values.v, task.activation, deltas.d, values.o);
+    };
     for (std::int64_t head = task.head_begin; head < task.head_end; ++head) {
       gates.compute(task, head, 0, tokens);
       records.read(task, head, wanted);
@@ -131,8 +136,11 @@ class DeltaRuleKernel {
         }
         V read[2 * kMaxTokens][C::N];
         window.template read<C>(s, place, records.column, read);
-        delta::solve_block<C, Isa>(window, tokens, place.column, read, gates.beta, values.v,
-                                   delta_type, deltas.d, values.o);
+        if (as_stored) {
+          solve.template operator()<C, true>(place, read);
+        } else {
+          solve.template operator()<C, false>(place, read);
+        }
       });
       values.leave_outputs(task, head, 0, tokens);
       deltas.leave_all(task, head);

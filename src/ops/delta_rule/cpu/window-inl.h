@@ -273,12 +273,12 @@ class Window {
 };
 
 /// The triangular system of the row's deltas for a block of columns, and its outputs. `read` is
-/// what the window's rows take from the checkpoint and the records. Deltas are stored as
-/// `delta_type`; later tokens see them as stored.
-template <typename C, typename Isa, bool kChannelDecay>
+/// what the window's rows take from the checkpoint and the records. With kAsStored, later tokens
+/// see deltas as they will be stored, in `stored_type`.
+template <typename C, bool kAsStored, typename Isa, bool kChannelDecay>
 void solve_block(const Window<Isa, kChannelDecay>& window, int tokens, std::int64_t column,
                  const Vec<Isa> (*read)[C::N], const float* beta, const float* const* v,
-                 DType delta_type, float* const* delta, float* const* o) {
+                 DType stored_type, float* const* delta, float* const* o) {
   using V = Vec<Isa>;
   constexpr int N = C::N;
   V own[kMaxTokens][N];
@@ -300,7 +300,8 @@ void solve_block(const Window<Isa, kChannelDecay>& window, int tokens, std::int6
     const V b = V::broadcast(beta[t]);
     const V wq = V::broadcast(window.term(window.live() + t, 2 * t + 1));
     for (int j = 0; j < N; ++j) {
-      own[t][j] = rounded<Isa>(delta_type, b * (C::load(v[t] + column, j) - hk[j]));
+      own[t][j] = b * (C::load(v[t] + column, j) - hk[j]);
+      if constexpr (kAsStored) own[t][j] = rounded<Isa>(stored_type, own[t][j]);
       C::store(fma(wq, own[t][j], hq[j]), o[t] + column, j);
       C::store(own[t][j], delta[t] + column, j);
     }
