@@ -115,7 +115,7 @@ struct StatePoolOptions {
   std::vector<LayerSpec> layers;
   std::int64_t slots = 0;
   ReplayLimits limits;
-  DType checkpoint = DType::kF32;  // f32, bf16 or f16
+  DType checkpoint = DType::kF32;  // f32, bf16 or f16; beyond 65504 an f16 state becomes infinite
   DType activation = DType::kF32;  // f32, bf16 or f16: records, convolution inputs, op operands
   FlushMode flush = FlushMode::kExact;  // of layers that do not say; fast: on the CPU only
   /// Keep convolution inputs for the whole window, so that truncate and materialize accept any

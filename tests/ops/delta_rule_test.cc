@@ -189,6 +189,41 @@ TEST_P(DeltaFamilies, C67_LargeStatesStayFinite) {
   EXPECT_GT(largest, 65504.0f);
 }
 
+// C67 with f16 operands and records: short keys make a state beyond f16 of values within it. It is
+// kept in f32, outputs and deltas are within f16 again.
+TEST_P(DeltaFamilies, C67_F16OperandsOverALargeState) {
+  for (const FlushMode mode : {FlushMode::kExact, FlushMode::kFast}) {
+    DeltaCase c = small_delta_case(GetParam(), "large_f16", 16, 1);
+    c.dt_bias = false;
+    c.decay = DeltaDecay::kNone;
+    c.activation = DType::kF16;
+    c.normalize = false;
+    c.flush = mode;
+    const DeltaModel model(c);
+    StatePool pool = model.make_pool(1);
+    DeltaRunner runner(model, pool, {nullptr, supported_isas().back()});
+    ASSERT_TRUE(is_ok(pool.reset(0)));
+    const std::vector<RowSpec> row = {tentative(0, names(1, 0, 1), 1)};
+    const std::vector<float> key(static_cast<std::size_t>(c.keys()), 0x1p-6f);
+    for (int token = 0; token < 4'000; ++token) {
+      Result<Step> step = pool.begin_step(step_rows(row));
+      ASSERT_TRUE(is_ok(step));
+      auto buffers = runner.buffers(0, *step, row);
+      set_token(buffers.k, 0, key);
+      set_token(buffers.q, 0, key);
+      set_token(buffers.v, 0, std::vector<float>(4 * 24, 3e4f));
+      ASSERT_TRUE(is_ok(runner.recurrence(0, *step, buffers)));
+      ASSERT_TRUE(is_ok(runner.commit(*step, row)));
+      for (const float y : get_token(buffers.y_view, 0)) {
+        ASSERT_TRUE(std::isfinite(y)) << to_string(mode) << ", token " << token;
+      }
+    }
+    float largest = 0.0f;
+    for (const float s : checkpoint_values(pool, 0, 0)) largest = std::max(largest, std::abs(s));
+    EXPECT_GT(largest, 65504.0f) << to_string(mode);
+  }
+}
+
 // A state changed by hand is what outputs read: nothing is kept elsewhere.
 TEST_P(DeltaFamilies, ChangedStateIsSeen) {
   const DeltaCase c = small_delta_case(GetParam(), "changed", 8, 2);
