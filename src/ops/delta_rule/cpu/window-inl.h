@@ -202,7 +202,7 @@ class Window {
       sum[i] = V::zero();
       from[i] = row_[first + i];
     }
-    for_each_vector([&](std::int64_t n, auto load, auto store) {
+    for_each_vector([&](std::int64_t n, auto load, [[maybe_unused]] auto store) {
       const V xn = load(x + n);
       for (int i = 0; i < kCount; ++i) {
         V row = load(from[i] + n);
