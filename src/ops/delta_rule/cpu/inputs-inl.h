@@ -289,37 +289,7 @@ void for_each_record(const DeltaRuleTask& task, F f) {
   }
 }
 
-/// Where the row's token t is recorded.
-RSSM_ALWAYS_INLINE std::int64_t append_place(const DeltaRuleTask& task, int token) {
-  return (task.first_place + task.live + token) % task.places;
-}
-
-/// Deltas of the row's tokens of one head, on their way into the ring.
-template <typename Isa>
-class TokenDeltas {
- public:
-  float* d[kMaxTokens];
-
-  void enter(const DeltaRuleTask& task, std::int64_t head) {
-    for (int t = 0; t < task.tokens; ++t) {
-      d[t] = results_for(task.activation, task.ring_delta, place(task, head, t), buffer_[t]);
-    }
-  }
-  void leave_all(const DeltaRuleTask& task, std::int64_t head) const {
-    for (int t = 0; t < task.tokens; ++t) {
-      leave<Isa>(task.activation, d[t], task.ring_delta, place(task, head, t), task.value_dim);
-    }
-  }
-
- private:
-  static std::int64_t place(const DeltaRuleTask& task, std::int64_t head, int t) {
-    return (head * task.places + append_place(task, t)) * task.value_dim;
-  }
-
-  alignas(64) float buffer_[kMaxTokens][kMaxValueDim];
-};
-
-/// Their keys, as the recurrence takes them.
+/// Keys of the records, as the recurrence takes them.
 template <typename Isa>
 struct RecordKeys {
   alignas(64) float k[kMaxLive][kMaxKeyDim];
@@ -358,6 +328,38 @@ class HeadRecords {
 
  private:
   alignas(64) float buffer_[kMaxLive][kMaxValueDim];
+};
+
+// ---- What the row leaves in the ring ----
+
+/// Where the row's token t is recorded.
+RSSM_ALWAYS_INLINE std::int64_t append_place(const DeltaRuleTask& task, int token) {
+  return (task.first_place + task.live + token) % task.places;
+}
+
+/// Deltas of the row's tokens of one head, on their way into the ring.
+template <typename Isa>
+class TokenDeltas {
+ public:
+  float* d[kMaxTokens];
+
+  void enter(const DeltaRuleTask& task, std::int64_t head) {
+    for (int t = 0; t < task.tokens; ++t) {
+      d[t] = results_for(task.activation, task.ring_delta, place(task, head, t), buffer_[t]);
+    }
+  }
+  void leave_all(const DeltaRuleTask& task, std::int64_t head) const {
+    for (int t = 0; t < task.tokens; ++t) {
+      leave<Isa>(task.activation, d[t], task.ring_delta, place(task, head, t), task.value_dim);
+    }
+  }
+
+ private:
+  static std::int64_t place(const DeltaRuleTask& task, std::int64_t head, int t) {
+    return (head * task.places + append_place(task, t)) * task.value_dim;
+  }
+
+  alignas(64) float buffer_[kMaxTokens][kMaxValueDim];
 };
 
 }  // namespace replayssm::cpu::delta
