@@ -129,7 +129,7 @@ class SnapshotCase : public BenchCase {
 
   void run(std::int64_t layer) {
     const cpu::DeltaRuleKernels& kernels =
-        cpu::delta_rule_kernels(context_.isa, DType::kF32, DType::kF32, shape_.channel_decay);
+        cpu::delta_rule_kernels(context_.isa, DType::kF32, shape_.channel_decay);
     context_.parallel_for(batch_ * shape_.key_heads, [&](std::int64_t item, int) {
       const std::int64_t row = item / shape_.key_heads;
       const std::int64_t base = base_[static_cast<std::size_t>(row)];
@@ -161,15 +161,20 @@ std::vector<std::unique_ptr<BenchCase>> all_cases(const BenchFamily& family,
                                                   const CpuContext& context) {
   std::vector<std::unique_ptr<BenchCase>> cases;
   const auto add = [&](std::string name, RowKind kind, std::int64_t tokens, DType checkpoint,
-                       ReplayLimits limits, bool flushes = true) {
-    const StepCaseOptions options{std::move(name), kind, tokens, checkpoint, limits, flushes};
+                       ReplayLimits limits, bool flushes = true,
+                       FlushMode flush = FlushMode::kExact) {
+    const StepCaseOptions options{std::move(name), kind,    tokens, checkpoint,
+                                  limits,          flushes, flush};
     cases.push_back(make_step_case(family, options, batch, context));
   };
-  const auto verify = [&](std::int64_t tokens, DType checkpoint, bool flushes) {
+  const auto verify = [&](std::int64_t tokens, DType checkpoint, bool flushes,
+                          FlushMode flush = FlushMode::kExact) {
     add("verify T=" + std::to_string(tokens) + " " + to_string(checkpoint) +
-            (flushes ? "" : ", no flush"),
+            (!flushes                    ? ", no flush"
+             : flush == FlushMode::kFast ? ", fast flush"
+                                         : ""),
         RowKind::kTentative, tokens, checkpoint,
-        {.window = 16, .draft_capacity = static_cast<int>(tokens)}, flushes);
+        {.window = 16, .draft_capacity = static_cast<int>(tokens)}, flushes, flush);
   };
   const auto snapshots = [&](std::int64_t tokens) {
     cases.push_back(std::make_unique<SnapshotCase>(shape, tokens, batch, context));
@@ -178,8 +183,10 @@ std::vector<std::unique_ptr<BenchCase>> all_cases(const BenchFamily& family,
   add("replay L=16 f32", RowKind::kTentative, 1, DType::kF32, kDecodeLimits);
   verify(4, DType::kF32, false);
   verify(4, DType::kF32, true);
+  verify(4, DType::kF32, true, FlushMode::kFast);
   snapshots(4);
   verify(8, DType::kF32, true);
+  verify(8, DType::kF32, true, FlushMode::kFast);
   snapshots(8);
   add("plain bf16", RowKind::kCommitted, 1, DType::kBF16, kPlainLimits);
   add("replay L=16 bf16", RowKind::kTentative, 1, DType::kBF16, kDecodeLimits);

@@ -93,6 +93,7 @@ class StepCase : public BenchCase {
     pool_options.slots = batch;
     pool_options.limits = options.limits;
     pool_options.checkpoint = options.checkpoint;
+    pool_options.flush = options.flush;
     pool_options.rewindable = !options.flushes;
     auto pool = StatePool::create(pool_options);
     check(pool.status());

@@ -69,6 +69,7 @@ struct StepCaseOptions {
   DType checkpoint = DType::kF32;
   ReplayLimits limits{};
   bool flushes = true;  // false: windows are truncated before they fill
+  FlushMode flush = FlushMode::kExact;
 };
 
 std::unique_ptr<BenchCase> make_step_case(const BenchFamily& family, const StepCaseOptions& options,

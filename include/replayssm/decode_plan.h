@@ -27,8 +27,8 @@ struct DecodePlan {
 ///           read, appended and folded
 ///
 /// On a CPU a write that follows a read costs nearly nothing while a fold costs arithmetic, so
-/// plain usually wins for f32 states and replay for bf16 ones, which it rounds once per window
-/// instead of once per token: where replay costs less than plain or is needed for a bf16 state's
+/// plain usually wins for f32 states and replay for 16-bit ones, which it rounds once per window
+/// instead of once per token: where replay costs less than plain or is needed for a 16-bit state's
 /// accuracy and costs little more, replay is chosen.
 Result<DecodePlan> choose_decode(const CpuContext& context, const StatePoolOptions& options,
                                  std::int64_t sequences);

@@ -20,6 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <variant>
@@ -87,12 +88,31 @@ using RecurrenceShape = std::variant<Mamba2Shape, GatedDeltaNetShape, KimiDeltaA
 /// "mamba2", "gated_delta_net", "kimi_delta_attention".
 const char* family_name(const RecurrenceShape& shape);
 
+/// How records become part of the checkpoint: in flushes, before a committed row, and wherever else
+/// a fold happens (materialize, load).
+enum class FlushMode : std::uint8_t {
+  /// The recurrence is re-run in fp32 in plain decoding's order: with an f32 checkpoint the state
+  /// is plain decoding's, bit for bit.
+  kExact = 0,
+  /// Delta-rule layers: S = decay S + sum_i w_i k_i d_i^T as one product of the deltas that the
+  /// steps have solved and stored in the activation type. Records hold no v and no beta. The
+  /// rounding of a stored delta enters the state, where later deltas, solved from what is stored,
+  /// correct it. docs/kernels/gdn-cpu.md has the drift. Refused with a read copy, whose rounding
+  /// the deltas would bring into the state.
+  kFast = 1,
+};
+
+/// "exact", "fast".
+const char* to_string(FlushMode mode);
+
 struct LayerSpec {
   RecurrenceShape recurrence;
   ConvShape conv;
   /// What tentative rows' outputs read of the checkpoint: itself, or a copy in few bits that is
   /// rewritten exactly when the checkpoint is. The checkpoint does not depend on it.
   ReadCopyFormat read_copy = ReadCopyFormat::kNone;
+  /// Empty: the pool's. Mamba-2 layers are exact: what they record are the recurrence's own inputs.
+  std::optional<FlushMode> flush;
 
   friend bool operator==(const LayerSpec&, const LayerSpec&) = default;
 };
@@ -101,8 +121,9 @@ struct StatePoolOptions {
   std::vector<LayerSpec> layers;
   std::int64_t slots = 0;
   ReplayLimits limits;
-  DType checkpoint = DType::kF32;  // f32 or bf16
-  DType activation = DType::kF32;  // f32 or bf16: records, convolution inputs, op operands
+  DType checkpoint = DType::kF32;  // f32, bf16 or f16; beyond 65504 an f16 state becomes infinite
+  DType activation = DType::kF32;  // f32, bf16 or f16: records, convolution inputs, op operands
+  FlushMode flush = FlushMode::kExact;  // of layers that do not say; fast: on the CPU only
   /// Keep convolution inputs for the whole window, so that truncate and materialize accept any
   /// prefix in [checkpoint_position, position] instead of `position` only.
   bool rewindable = false;
@@ -121,6 +142,11 @@ struct StatePoolOptions {
   /// the pool reserves its own. (A CUDA pool keeps cursors and rows, under 200 bytes a slot and its
   /// row, in memory of its own.)
   std::span<std::byte> storage;
+
+  /// Of one of `layers`.
+  FlushMode flush_mode(int layer) const {
+    return layers[static_cast<std::size_t>(layer)].flush.value_or(flush);
+  }
 };
 
 /// Bytes ops moved for states and rings, by the formula of what must move (not by counters in
@@ -230,7 +256,8 @@ class StatePool {
   /// from the checkpoint, in the format of the pool it loads into.
   Result<std::vector<std::byte>> save(std::int32_t slot) const;
   /// Replaces `slot`, in whatever condition, by a saved state. Everything is checked before
-  /// anything is written. Records that do not fit this pool's window are folded.
+  /// anything is written. Records that do not fit this pool's window are folded. Records of a layer
+  /// whose flush mode is another than this pool's are refused.
   Status load(const CpuContext& context, std::int32_t slot, std::span<const std::byte> image);
 
   // ---- Steps ----

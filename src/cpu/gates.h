@@ -12,7 +12,7 @@ namespace replayssm::cpu {
 /// log(1 + e^u) within a few units in the last place, as max(u, 0) + log1p(y) with y = e^-|u|.
 /// Above 20, where reference implementations switch to u itself, that is what the sum rounds to.
 template <typename Isa>
-inline Vec<Isa> softplus(Vec<Isa> u) {
+RSSM_ALWAYS_INLINE Vec<Isa> softplus(Vec<Isa> u) {
   using V = Vec<Isa>;
   const V y = exp<Isa>(V::zero() - max(V::zero() - u, u));
   // log(1 + y) = 2 atanh(z), z = y / (2 + y) in [0, 1/3]: no cancellation however small y is.
@@ -28,7 +28,7 @@ inline Vec<Isa> softplus(Vec<Isa> u) {
 
 /// 1 / (1 + e^-x).
 template <typename Isa>
-inline Vec<Isa> sigmoid(Vec<Isa> x) {
+RSSM_ALWAYS_INLINE Vec<Isa> sigmoid(Vec<Isa> x) {
   const Vec<Isa> one = Vec<Isa>::broadcast(1.0f);
   return one / (one + exp<Isa>(Vec<Isa>::zero() - x));
 }
@@ -61,23 +61,24 @@ inline void mamba2_decays(float a, const float* dt, int n, float* decay) {
   map_vectors<Isa>(dt, n, decay, [a](V x, std::int64_t) { return exp<Isa>(V::broadcast(a) * x); });
 }
 
-/// Log-decay of Gated DeltaNet and of Kimi Delta Attention's first form: -exp(A_log) softplus(raw +
-/// bias).
+/// Log-decay of Gated DeltaNet and of Kimi Delta Attention's first form: -rate softplus(raw + bias)
+/// with rate = exp(A_log).
 template <typename Isa>
-inline Vec<Isa> softplus_log_decay(Vec<Isa> a_log, Vec<Isa> raw_plus_bias) {
-  return Vec<Isa>::zero() - exp<Isa>(a_log) * softplus<Isa>(raw_plus_bias);
+RSSM_ALWAYS_INLINE Vec<Isa> softplus_log_decay(Vec<Isa> rate, Vec<Isa> raw_plus_bias) {
+  return Vec<Isa>::zero() - rate * softplus<Isa>(raw_plus_bias);
 }
 
-/// Log-decay of Kimi Delta Attention's second form: lower_bound sigmoid(exp(A_log) (raw + bias)).
+/// Log-decay of Kimi Delta Attention's second form: lower_bound sigmoid(rate (raw + bias)).
 template <typename Isa>
-inline Vec<Isa> bounded_log_decay(Vec<Isa> a_log, Vec<Isa> raw_plus_bias, float lower_bound) {
-  return Vec<Isa>::broadcast(lower_bound) * sigmoid<Isa>(exp<Isa>(a_log) * raw_plus_bias);
+RSSM_ALWAYS_INLINE Vec<Isa> bounded_log_decay(Vec<Isa> rate, Vec<Isa> raw_plus_bias,
+                                              float lower_bound) {
+  return Vec<Isa>::broadcast(lower_bound) * sigmoid<Isa>(rate * raw_plus_bias);
 }
 
 /// Write strength of the delta rule: sigmoid(raw), or twice that where the model allows negative
 /// eigenvalues.
 template <typename Isa>
-inline Vec<Isa> delta_rule_beta(Vec<Isa> raw, bool doubled) {
+RSSM_ALWAYS_INLINE Vec<Isa> delta_rule_beta(Vec<Isa> raw, bool doubled) {
   return Vec<Isa>::broadcast(doubled ? 2.0f : 1.0f) * sigmoid<Isa>(raw);
 }
 

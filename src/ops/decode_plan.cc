@@ -19,11 +19,21 @@ constexpr double kMemoryBandwidth = 10e9;  // bytes/s read from memory
 constexpr double kCacheBandwidth = 60e9;   // bytes/s read from the last-level cache
 constexpr double kWriteShare = 0.02;       // of a read's time, to write back a line just read
 constexpr double kOpsPerCycle = 2;         // vector multiplications or additions
-constexpr double kDecodeOps = 2;           // vector operations to widen bf16
-constexpr double kEncodeOps = 7;           // and to round to it
-/// A bf16 state is rounded once per token in place and once per window by replay; that is worth
+/// A 16-bit state is rounded once per token in place and once per window by replay; that is worth
 /// this much time.
-constexpr double kBf16Patience = 1.25;
+constexpr double kNarrowPatience = 1.25;
+
+/// Vector operations to widen a state and to round to it. There are instructions for f16.
+struct Conversion {
+  double decode = 0;
+  double encode = 0;
+};
+
+Conversion conversion(DType checkpoint) {
+  return checkpoint == DType::kF32    ? Conversion{}
+         : checkpoint == DType::kBF16 ? Conversion{.decode = 2, .encode = 7}
+                                      : Conversion{.decode = 1, .encode = 1};
+}
 
 /// What an element of a read copy costs, in scalar code on one core.
 struct CopyCost {
@@ -88,7 +98,7 @@ struct Work {
   double fold_ops = 0;      // a record into the checkpoint
 };
 
-Work work_of(const Mamba2Shape& shape, double activation) {
+Work work_of(const Mamba2Shape& shape, double activation, FlushMode) {
   const auto heads = static_cast<double>(shape.heads);
   return {.elements = static_cast<double>(shape.state_elements()),
           .record_bytes = (heads * static_cast<double>(shape.head_dim) +
@@ -101,8 +111,8 @@ Work work_of(const Mamba2Shape& shape, double activation) {
 }
 
 /// The delta comes from a product with the state of its own, hence an operation more for
-/// everything.
-Work work_of(const DeltaRuleShape& shape, double activation) {
+/// everything but a fast flush, which has the deltas.
+Work work_of(const DeltaRuleShape& shape, double activation, FlushMode flush) {
   const auto keys = static_cast<double>(shape.key_heads * shape.key_dim);
   const auto values = static_cast<double>(shape.value_heads * shape.value_dim);
   const auto decays = static_cast<double>(shape.value_heads * shape.decays());
@@ -110,21 +120,19 @@ Work work_of(const DeltaRuleShape& shape, double activation) {
           .record_bytes = (keys + values) * activation + decays * sizeof(float),
           .plain_ops = 4,
           .read_ops = 2,
-          .fold_ops = 3};
+          .fold_ops = flush == FlushMode::kFast ? 1.0 : 3.0};
 }
-Work work_of(const GatedDeltaNetShape& shape, double activation) {
-  return work_of(delta_rule(shape), activation);
+Work work_of(const GatedDeltaNetShape& shape, double activation, FlushMode flush) {
+  return work_of(delta_rule(shape), activation, flush);
 }
-Work work_of(const KimiDeltaAttentionShape& shape, double activation) {
-  return work_of(delta_rule(shape), activation);
+Work work_of(const KimiDeltaAttentionShape& shape, double activation, FlushMode flush) {
+  return work_of(delta_rule(shape), activation, flush);
 }
 
 Seconds layer_seconds(const Machine& machine, const Work& work, const StatePoolOptions& options,
                       ReadCopyFormat copy) {
   const auto width = static_cast<double>(size_of(options.checkpoint));
-  const bool narrow = options.checkpoint != DType::kF32;
-  const double decode = narrow ? kDecodeOps : 0;
-  const double encode = narrow ? kEncodeOps : 0;
+  const auto [decode, encode] = conversion(options.checkpoint);
   const double window = options.limits.window;
   const double read = work.elements * width / machine.bandwidth;
   const double rewrite = read * (1 + kWriteShare);
@@ -165,15 +173,17 @@ Result<DecodePlan> choose_decode(const CpuContext& context, const StatePoolOptio
                         .bandwidth = threads * (cached ? kCacheBandwidth : kMemoryBandwidth),
                         .ops = threads * kClock * kOpsPerCycle * lanes(context.isa)};
   DecodePlan plan;
-  for (const LayerSpec& layer : options.layers) {
-    const auto activation = static_cast<double>(size_of(options.activation));
-    const Work work =
-        std::visit([&](const auto& shape) { return work_of(shape, activation); }, layer.recurrence);
-    const Seconds seconds = layer_seconds(machine, work, options, layer.read_copy);
+  const auto activation = static_cast<double>(size_of(options.activation));
+  for (int layer = 0; static_cast<std::size_t>(layer) < options.layers.size(); ++layer) {
+    const LayerSpec& spec = options.layers[static_cast<std::size_t>(layer)];
+    const Work work = std::visit(
+        [&](const auto& shape) { return work_of(shape, activation, options.flush_mode(layer)); },
+        spec.recurrence);
+    const Seconds seconds = layer_seconds(machine, work, options, spec.read_copy);
     plan.plain_seconds += seconds.plain;
     plan.replay_seconds += seconds.replay;
   }
-  const double patience = options.checkpoint == DType::kF32 ? 1.0 : kBf16Patience;
+  const double patience = options.checkpoint == DType::kF32 ? 1.0 : kNarrowPatience;
   plan.replay = plan.replay_seconds < patience * plan.plain_seconds;
   plan.window = plan.replay ? options.limits.window : 0;
   std::ostringstream reason;

@@ -100,14 +100,38 @@ Status check_options(const StatePoolOptions& options) {
   RSSM_RETURN_IF_ERROR(check_limits(options));
   for (const auto& [what, dtype] :
        {std::pair{"checkpoint", options.checkpoint}, std::pair{"activation", options.activation}}) {
-    if (dtype != DType::kF32 && dtype != DType::kBF16) {
-      return unsupported(what, " type is ", to_string(dtype), ", supported: f32, bf16");
+    if (dtype != DType::kF32 && dtype != DType::kBF16 && dtype != DType::kF16) {
+      return unsupported(what, " type is ", to_string(dtype), ", supported: f32, bf16, f16");
     }
   }
   const std::size_t alignment = options.page_alignment;
   if (alignment < kFieldAlignment || alignment % kFieldAlignment != 0) {
     return invalid_argument("page_alignment is ", alignment, ", expected a multiple of ",
                             kFieldAlignment);
+  }
+  return {};
+}
+
+Status check_flush_mode(int layer, const StatePoolOptions& options) {
+  const FlushMode mode = options.flush_mode(layer);
+  if (mode == FlushMode::kExact) return {};
+  if (mode != FlushMode::kFast) {
+    return invalid_argument("layer ", layer, ": flush mode is ", static_cast<int>(mode),
+                            ", expected 0 (exact) or 1 (fast)");
+  }
+  const LayerSpec& spec = options.layers[static_cast<std::size_t>(layer)];
+  if (std::holds_alternative<Mamba2Shape>(spec.recurrence)) {
+    return unsupported("layer ", layer, ": flush mode is fast, supported for ",
+                       family_name(spec.recurrence), ": exact");
+  }
+  if (spec.read_copy != ReadCopyFormat::kNone) {
+    // The deltas a fast flush folds are solved against the copy: its rounding would stay.
+    return unsupported("layer ", layer, ": flush mode is fast and read_copy is ",
+                       to_string(spec.read_copy), ", expected exact or none");
+  }
+  if (options.device.kind != DeviceKind::kCpu) {
+    return unsupported("layer ", layer, ": flush mode is fast, supported on ",
+                       to_string(options.device), ": exact");
   }
   return {};
 }
@@ -120,8 +144,8 @@ void add_field(PageLayout& layout, Field field) {
 
 class RecurrenceFields {
  public:
-  RecurrenceFields(PageLayout& layout, const StatePoolOptions& options)
-      : layout_(layout), options_(options) {}
+  RecurrenceFields(PageLayout& layout, const StatePoolOptions& options, FlushMode flush)
+      : layout_(layout), options_(options), flush_(flush) {}
 
   void add(const LayerSpec& spec) {
     layout_.read_copy = read_copy_shape(spec.recurrence, spec.read_copy);
@@ -139,13 +163,17 @@ class RecurrenceFields {
   void add(const KimiDeltaAttentionShape& shape) { add(delta_rule(shape)); }
   void add(const DeltaRuleShape& shape) {
     checkpoint(shape.value_heads, shape.key_dim * shape.value_dim);
-    // What the op received, for folds: k, its scale to unit length, v, and both gates.
+    // k as the op received it, and its scale to unit length. Decays rather than their logarithms:
+    // every step weighs records by running products, and would take an exponential of each anew.
     record("k", options_.activation, shape.key_heads, shape.key_dim);
     record("k_scale", DType::kF32, shape.key_heads, 1);
-    record("v", options_.activation, shape.value_heads, shape.value_dim);
-    record("log_decay", DType::kF32, shape.value_heads, shape.decays());
-    record("beta", DType::kF32, shape.value_heads, 1);
-    // What the token's step solved, for later outputs.
+    record("decay", DType::kF32, shape.value_heads, shape.decays());
+    if (flush_ == FlushMode::kExact) {
+      // What the recurrence is re-run from.
+      record("v", options_.activation, shape.value_heads, shape.value_dim);
+      record("beta", DType::kF32, shape.value_heads, 1);
+    }
+    // What the token's step solved, for later outputs and fast flushes.
     record("delta", options_.activation, shape.value_heads, shape.value_dim);
   }
 
@@ -181,6 +209,7 @@ class RecurrenceFields {
 
   PageLayout& layout_;
   const StatePoolOptions& options_;
+  FlushMode flush_;
 };
 
 }  // namespace
@@ -278,8 +307,9 @@ Result<std::vector<PageLayout>> page_layouts(const StatePoolOptions& options) {
     RSSM_RETURN_IF_ERROR(
         std::visit([&](const auto& s) { return check_recurrence(layer, s); }, spec.recurrence));
     RSSM_RETURN_IF_ERROR(check_conv(layer, spec.conv));
+    RSSM_RETURN_IF_ERROR(check_flush_mode(layer, options));
     PageLayout layout;
-    RecurrenceFields(layout, options).add(spec);
+    RecurrenceFields(layout, options, options.flush_mode(layer)).add(spec);
     if (spec.conv.width > 0) {
       add_field(layout, {.name = "conv",
                          .kind = FieldKind::kConv,

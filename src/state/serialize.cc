@@ -2,9 +2,9 @@
 //
 // Read copies are not part of it: they are functions of the checkpoint.
 //
-//   magic, version | model id | types | geometry of every layer | cursor | first convolution
-//   position per layer: checkpoint (absent at position 0), record fields oldest first, convolution
-//   inputs oldest first | FNV-1a 64 of everything before
+//   magic, version | model id | types | geometry and flush mode of every layer | cursor | first
+//   convolution position per layer: checkpoint (absent at position 0), record fields oldest first,
+//   convolution inputs oldest first | FNV-1a 64 of everything before
 //
 // Little-endian, fields packed. An entry of a ring is written as (outer, inner), so the geometry of
 // the ring it came from leaves no trace.
@@ -20,7 +20,7 @@ namespace replayssm {
 namespace {
 
 constexpr char kMagic[8] = {'R', 'S', 'S', 'M', 'S', 'L', 'O', 'T'};
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
 
 /// The numbers that make two layers' states exchangeable, with names for messages.
 struct Geometry {
@@ -93,7 +93,9 @@ std::int64_t conv_history_begin(const LayerSpec& spec, std::int64_t conv_from) {
   return std::max<std::int64_t>(0, conv_from - (spec.conv.width - 1));
 }
 
-Status check_identity(ByteReader& in, const StatePoolOptions& options) {
+/// Everything up to the cursor; `modes` are the layers' flush modes.
+Status check_identity(ByteReader& in, const StatePoolOptions& options,
+                      std::vector<FlushMode>& modes) {
   if (const std::string model = in.text(); in.ok() && model != options.model_id) {
     return invalid_argument("saved state is of model '", model, "', expected '", options.model_id,
                             "'");
@@ -119,6 +121,21 @@ Status check_identity(ByteReader& in, const StatePoolOptions& options) {
                                 ", expected ", g.value);
       }
     }
+    modes.push_back(static_cast<FlushMode>(in.value<std::uint8_t>()));
+  }
+  return {};
+}
+
+/// Records of one flush mode say nothing to a fold of the other: the fast ones lack v and beta, and
+/// folding the exact ones from their deltas would not be exact. Without records nothing differs.
+Status check_flush_modes(const std::vector<FlushMode>& modes, const StatePoolOptions& options,
+                         std::int64_t live) {
+  for (std::size_t layer = 0; layer < modes.size() && live > 0; ++layer) {
+    const FlushMode expected = options.flush_mode(static_cast<int>(layer));
+    if (modes[layer] == expected) continue;
+    return invalid_argument("saved state, layer ", layer, ": ", live, " records for ",
+                            to_string(modes[layer]), " flushes, expected ", to_string(expected),
+                            "; a state saved without records (see materialize) suits both");
   }
   return {};
 }
@@ -137,7 +154,8 @@ Result<Image> parse(std::span<const std::byte> bytes, const StatePool::Impl& poo
     return unsupported("saved state has layout version ", version, ", expected ", kVersion);
   }
   RSSM_RETURN_IF_ERROR(check_checksum(bytes, "saved state"));
-  RSSM_RETURN_IF_ERROR(check_identity(in, pool.options));
+  std::vector<FlushMode> modes;
+  RSSM_RETURN_IF_ERROR(check_identity(in, pool.options, modes));
 
   Image image;
   image.cursor.checkpoint_position = in.value<std::int64_t>();
@@ -151,6 +169,7 @@ Result<Image> parse(std::span<const std::byte> bytes, const StatePool::Impl& poo
     return data_loss("saved state has positions ", cursor.checkpoint_position, ", ",
                      cursor.position, " and ", image.conv_from, " that contradict each other");
   }
+  RSSM_RETURN_IF_ERROR(check_flush_modes(modes, pool.options, cursor.live()));
   for (std::size_t layer = 0; layer < pool.layouts.size(); ++layer) {
     auto& fields = image.fields.emplace_back();
     for (const Field& f : pool.layouts[layer].fields) {
@@ -187,8 +206,10 @@ Result<std::vector<std::byte>> StatePool::Impl::save(const CudaContext* cuda,
   out.value(static_cast<std::uint8_t>(pool.options.checkpoint));
   out.value(static_cast<std::uint8_t>(pool.options.activation));
   out.value(static_cast<std::uint32_t>(pool.layouts.size()));
-  for (const LayerSpec& spec : pool.options.layers) {
+  for (int layer = 0; static_cast<std::size_t>(layer) < layouts.size(); ++layer) {
+    const LayerSpec& spec = pool.options.layers[static_cast<std::size_t>(layer)];
     for (const Geometry& g : geometry(spec)) out.value(g.value);
+    out.value(static_cast<std::uint8_t>(pool.options.flush_mode(layer)));
   }
   out.value(cursor.checkpoint_position);
   out.value(cursor.position);

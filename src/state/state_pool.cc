@@ -87,6 +87,8 @@ const char* to_string(SlotCondition condition) {
   return "unknown";
 }
 
+const char* to_string(FlushMode mode) { return mode == FlushMode::kFast ? "fast" : "exact"; }
+
 const char* family_name(const RecurrenceShape& shape) {
   constexpr const char* kNames[] = {"mamba2", "gated_delta_net", "kimi_delta_attention"};
   static_assert(std::size(kNames) == std::variant_size_v<RecurrenceShape>);

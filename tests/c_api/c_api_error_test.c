@@ -46,8 +46,8 @@ static void options_are_checked(void) {
   options.checkpoint = 77;
   CHECK_REFUSED(rssm_pool_create(&options, &pool), RSSM_INVALID_ARGUMENT, "checkpoint", "77");
   options = good_options();
-  options.checkpoint = RSSM_F16;
-  CHECK_REFUSED(rssm_pool_create(&options, &pool), RSSM_UNSUPPORTED, "f16", "bf16");
+  options.activation = -1;
+  CHECK_REFUSED(rssm_pool_create(&options, &pool), RSSM_INVALID_ARGUMENT, "activation", "-1");
   options = good_options();
   options.device_kind = 9;
   CHECK_REFUSED(rssm_pool_create(&options, &pool), RSSM_INVALID_ARGUMENT, "device", "9");

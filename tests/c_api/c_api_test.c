@@ -145,7 +145,57 @@ static void check_continues(rssm_pool* pool, const rssm_context* context, int32_
   CHECK(cursor.position == position && cursor.force_flush == 0);
 }
 
+/* f16 operands, records and checkpoint: with x = B = C = 1 and a zero state, one token gives
+ * y = dt N, dt = log(2). */
+static void f16_step(void) {
+  enum { kOne = 0x3c00 };
+  rssm_layer layer = {
+      .heads = kHeads, .head_dim = kHeadDim, .state_size = kState, .groups = 1, .conv_width = 0};
+  rssm_pool_options options;
+  rssm_pool_options_init(&options);
+  options.layers = &layer;
+  options.layer_count = 1;
+  options.slots = 1;
+  options.checkpoint = options.activation = RSSM_F16;
+  rssm_slot_bytes bytes;
+  CHECK_OK(rssm_pool_bytes_per_slot(&options, &bytes));
+  CHECK(bytes.checkpoint == kHeads * kHeadDim * kState * 2);
+  rssm_pool* pool = NULL;
+  CHECK_OK(rssm_pool_create(&options, &pool));
+  CHECK_OK(rssm_pool_set_mamba2_a(pool, 0, kA, kHeads));
+  CHECK_OK(rssm_pool_reset(pool, NULL, 0));
+
+  uint16_t ones[kX];
+  uint16_t y[kX] = {0};
+  for (int i = 0; i < kX; ++i) ones[i] = kOne;
+  float raw_dt[kHeads] = {0.0f, 0.0f};
+  const int64_t x_shape[] = {1, kHeads, kHeadDim};
+  const int64_t b_shape[] = {1, 1, kState};
+  const int64_t dt_shape[] = {1, kHeads};
+  rssm_mamba2_args args;
+  rssm_mamba2_args_init(&args);
+  args.x = tensor(ones, 3, x_shape, 0);
+  args.b = args.c = tensor(ones, 3, b_shape, 0);
+  args.dt = tensor(raw_dt, 2, dt_shape, 0);
+  args.y = tensor(y, 3, x_shape, 0);
+  rssm_row row = {.token_begin = 0, .token_count = 1, .slot = 0, .kind = RSSM_ROW_TENTATIVE};
+  rssm_step* step = NULL;
+  CHECK_OK(rssm_step_begin(pool, NULL, &row, 1, &step));
+  CHECK_REFUSED(rssm_mamba2_step(pool, NULL, 0, step, &args), RSSM_INVALID_ARGUMENT, "f32", "f16");
+  args.x.dtype = args.b.dtype = args.c.dtype = args.y.dtype = RSSM_F16;
+  CHECK_OK(rssm_mamba2_step(pool, NULL, 0, step, &args));
+  const int64_t accepted = 1;
+  CHECK_OK(rssm_step_commit(pool, NULL, step, &accepted));
+  rssm_step_destroy(step);
+  for (int i = 0; i < kX; ++i) {
+    const double value = ldexp(1024 + (y[i] & 0x3ff), (y[i] >> 10) - 25); /* positive, normal */
+    CHECK(fabs(value - kState * log(2.0)) < 0x1p-7);
+  }
+  rssm_pool_destroy(pool);
+}
+
 int main(void) {
+  f16_step();
   static double want[kTokens][kX];
   for (int i = 0; i < kWidth * kChannels; ++i) weight[i] = pseudo_random();
   for (int t = 0; t < kTokens; ++t) {

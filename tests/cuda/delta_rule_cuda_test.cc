@@ -490,6 +490,10 @@ TEST_P(DeltaCuda, PoolsThatCannotBeAreRefused) {
   EXPECT_TRUE(
       refused_for([](DeltaCase& c) { c.shape.value_dim = 40; }, {"layer 0", "value_dim", "40"}));
   EXPECT_TRUE(refused_for([](DeltaCase& c) { c.checkpoint = DType::kBF16; }, {"bf16", "f32"}));
+  EXPECT_TRUE(refused_for([](DeltaCase& c) { c.activation = c.gate_type = DType::kF16; },
+                          {"layer 0", "f16", "bf16/bf16"}));
+  EXPECT_TRUE(refused_for([](DeltaCase& c) { c.flush = FlushMode::kFast; },
+                          {"layer 0", "fast", "cuda:0", "exact"}));
   EXPECT_TRUE(refused_for(
       [](DeltaCase& c) {
         c.shape.key_dim = 256;

@@ -413,6 +413,9 @@ TEST_F(CudaSteps, PoolsThatCannotBeAreRefused) {
   edited = options;
   edited.checkpoint = DType::kBF16;
   EXPECT_TRUE(refused(create(edited), StatusCode::kUnsupported, {"bf16", "f32"}));
+  edited = options;
+  edited.checkpoint = DType::kF16;
+  EXPECT_TRUE(refused(create(edited), StatusCode::kUnsupported, {"layer 0", "f16", "bf16/bf16"}));
 
   const std::size_t bytes = StatePool::bytes_per_slot(options).value().total * 3;
   AlignedBytes host(bytes);

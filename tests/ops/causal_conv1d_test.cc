@@ -163,8 +163,10 @@ void expect_close(const std::vector<float>& got, const std::vector<double>& want
                   const std::string& where) {
   ASSERT_EQ(got.size(), want.size()) << where;
   for (std::size_t i = 0; i < got.size(); ++i) {
-    const double bound = 4e-6 * (1.0 + std::abs(want[i])) +
-                         (activation == DType::kBF16 ? 0x1p-8 * std::abs(want[i]) : 0.0);
+    const double bound = 4e-6 * (1.0 + std::abs(want[i])) + (activation == DType::kBF16  ? 0x1p-8
+                                                             : activation == DType::kF16 ? 0x1p-11
+                                                                                         : 0.0) *
+                                                                std::abs(want[i]);
     const double difference = std::abs(static_cast<double>(got[i]) - want[i]);
     ASSERT_TRUE(difference <= bound)
         << where << ", element " << i << ": found " << got[i] << ", expected " << want[i];
@@ -178,7 +180,7 @@ std::vector<ConvCase> conv_cases() {
       ConvCase c;
       c.width = width;
       c.channels = channels;
-      c.activation = (width + channels) % 3 == 0 ? DType::kBF16 : DType::kF32;
+      c.activation = static_cast<DType>((width + channels) % 3);
       c.silu = channels % 4 != 1 || width % 2 == 0;
       c.bias = channels % 5 != 3;
       c.rewindable = width % 2 == 1;
@@ -187,7 +189,7 @@ std::vector<ConvCase> conv_cases() {
     }
   }
   for (const auto& [window, draft] : {std::pair{1, 1}, {2, 2}, {4, 1}, {16, 16}, {64, 3}}) {
-    for (const DType activation : {DType::kF32, DType::kBF16}) {
+    for (const DType activation : {DType::kF32, DType::kBF16, DType::kF16}) {
       ConvCase c;
       c.limits = {window, draft};
       c.activation = activation;

@@ -63,6 +63,20 @@ TEST(DecodePlan, ReadCopiesAskForReplay) {
   }
 }
 
+// A fast flush is one product where an exact one re-runs the recurrence; plain decoding is the
+// same.
+TEST(DecodePlan, FastFlushesCostLess) {
+  for (std::size_t family : {1u, 2u}) {
+    StatePoolOptions options = layers_of(kShapes[family], 1);
+    const CpuContext generic{nullptr, CpuIsa::kGeneric};
+    const DecodePlan exact = choose_decode(generic, options, 1).value();
+    options.flush = FlushMode::kFast;
+    const DecodePlan fast = choose_decode(generic, options, 1).value();
+    EXPECT_LT(fast.replay_seconds, exact.replay_seconds);
+    EXPECT_EQ(fast.plain_seconds, exact.plain_seconds);
+  }
+}
+
 TEST(DecodePlan, WithoutSequencesIsRefused) {
   EXPECT_TRUE(refused(choose_decode(kContext, layers_of(kShapes[1], 1), 0),
                       StatusCode::kInvalidArgument, {"sequences is 0", "at least 1"}));

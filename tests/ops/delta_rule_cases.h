@@ -2,6 +2,7 @@
 // DeltaNet and both gates of Kimi Delta Attention.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <ostream>
@@ -75,15 +76,17 @@ struct DeltaCase : StepCase {
     return pool_options(recurrence(), conv_channels(), slots);
   }
 
-  /// Bound of norm(o - oracle) / norm(oracle) per token. f32 everywhere: rounding of sums. bf16
-  /// activations: o and the recorded deltas are rounded (2^-9 at most), and with a convolution so
-  /// are q, k and v. bf16 checkpoints: a rounding per window or committed token, which decays with
-  /// the state.
+  /// Bound of norm(o - oracle) / norm(oracle) per token. f32 everywhere: rounding of sums. 16-bit
+  /// activations: o and the recorded deltas are rounded (by 2^-9 at most with bf16, an eighth of
+  /// that with f16), and with a convolution so are q, k and v. 16-bit checkpoints: a rounding per
+  /// window or committed token, which decays with the state. Fast flushes put the rounding of
+  /// deltas into the state.
   double bound() const {
-    if (read_copy != ReadCopyFormat::kNone) return read_copy_bound();
-    if (checkpoint == DType::kBF16) return 2e-2;
-    if (activation == DType::kBF16) return conv_width == 0 ? 8e-3 : 2e-2;
-    return f32_bound;
+    const auto of = [](DType type, double bf16) {
+      return type == DType::kBF16 ? bf16 : type == DType::kF16 ? bf16 / 8 : 0.0;
+    };
+    const double wide = conv_width > 0 || flush == FlushMode::kFast ? 2e-2 : 8e-3;
+    return std::max({f32_bound, of(checkpoint, 2e-2), of(activation, wide), read_copy_bound()});
   }
   double f32_bound = 1e-5;
 };
@@ -116,6 +119,10 @@ inline std::vector<DeltaCase> delta_rule_cases() {
     const auto bf16_state = [](DeltaCase& c) { c.checkpoint = DType::kBF16; };
     const auto bf16_act = [](DeltaCase& c) { c.activation = c.gate_type = DType::kBF16; };
     const auto bf16_act_f32_gate = [](DeltaCase& c) { c.activation = DType::kBF16; };
+    const auto f16_state = [](DeltaCase& c) { c.checkpoint = DType::kF16; };
+    const auto f16_act = [](DeltaCase& c) { c.activation = c.gate_type = DType::kF16; };
+    const auto f16_act_f32_gate = [](DeltaCase& c) { c.activation = DType::kF16; };
+    const auto fast = [](DeltaCase& c) { c.flush = FlushMode::kFast; };
     const auto no_bias = [](DeltaCase& c) { c.dt_bias = false; };
     const auto doubled = [](DeltaCase& c) { c.beta_doubled = true; };
     const auto unscaled = [](DeltaCase& c) { c.normalize = false, c.scale = 0.5f; };
@@ -165,6 +172,26 @@ inline std::vector<DeltaCase> delta_rule_cases() {
     add("bf16_act_f32_gate", {2, 4, 64, 64}, {8, 3}, bf16_act_f32_gate, strided);
     add("bf16_state", {2, 4, 64, 64}, {16, 4}, bf16_state);
     add("bf16_state_bf16_act", {2, 4, 128, 48}, {16, 4}, bf16_state, bf16_act, strided);
+    add("f16_act", {2, 4, 24, 40}, {8, 3}, f16_act);
+    add("f16_act_f32_gate", {2, 4, 64, 64}, {8, 3}, f16_act_f32_gate, strided);
+    add("f16_state", {2, 4, 64, 64}, {16, 4}, f16_state);
+    add("f16_state_f16_act", {2, 4, 128, 48}, {16, 4}, f16_state, f16_act, strided);
+    add("bf16_state_f16_act", {2, 4, 16, 24}, {8, 3}, bf16_state, f16_act);
+
+    // Fast flushes: every width of the last block of columns, the longest window, all types.
+    for (const std::int64_t v : {8, 24, 32, 40, 56}) {
+      add("fast_V" + std::to_string(v), {2, 4, 24, v}, {6, 3}, fast, strided);
+    }
+    add("fast_largest", {1, 2, 256, 256}, {5, 2}, fast);
+    add("fast_L64_T16", {2, 4, 16, 24}, {64, 16}, fast);
+    add("fast_conv4", {2, 4, 16, 24}, {16, 4}, fast, conv4, layers);
+    add("fast_bf16_act", {2, 4, 24, 40}, {8, 3}, fast, bf16_act);
+    add("fast_f16_act", {2, 4, 24, 40}, {8, 3}, fast, f16_act);
+    add("fast_bf16_state", {2, 4, 64, 64}, {16, 4}, fast, bf16_state);
+    add("fast_f16_state_bf16_act", {2, 4, 128, 48}, {16, 4}, fast, f16_state, bf16_act);
+    add("fast_decay_zero", {2, 4, 16, 24}, {64, 4}, fast, decay(DeltaDecay::kZero));
+    add("fast_decay_none", {2, 4, 16, 24}, {64, 4}, fast, decay(DeltaDecay::kNone));
+    add("fast_decay_mixed", {2, 4, 16, 24}, {16, 4}, fast, decay(DeltaDecay::kMixed));
 
     // Options.
     add("no_bias", {2, 4, 16, 24}, {8, 2}, no_bias, strided);
@@ -185,6 +212,7 @@ inline std::vector<DeltaCase> delta_rule_cases() {
     // Behind a convolution, several layers.
     add("conv4", {2, 4, 16, 24}, {16, 4}, conv4, layers);
     add("conv4_bf16", {2, 4, 64, 64}, {16, 4}, conv4, bf16_act, strided);
+    add("conv4_f16", {2, 4, 64, 64}, {16, 4}, conv4, f16_act, strided);
     add("conv4_bf16_state", {2, 4, 32, 64}, {16, 4}, conv4, bf16_act, bf16_state, layers);
 
     // A slice of the published geometry: 128 x 128, two value heads to a key head.

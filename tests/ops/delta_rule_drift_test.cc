@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <sstream>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "ops/delta_rule_cases.h"
@@ -26,6 +28,18 @@ DeltaCase drift_case(DeltaFamily family, DeltaDecay decay) {
 class DeltaDrift : public ::testing::TestWithParam<DeltaFamily> {};
 INSTANTIATE_TEST_SUITE_P(Families, DeltaDrift, ::testing::ValuesIn(kDeltaFamilies),
                          [](const auto& test) { return to_string(test.param); });
+
+// Both modes over random histories: the fast one within the case's bound of plain decoding.
+TEST_P(DeltaDrift, FastFlushes) {
+  for (const DeltaDecay decay : {DeltaDecay::kSlow, DeltaDecay::kUsual, DeltaDecay::kMixed}) {
+    DeltaCase c = drift_case(GetParam(), decay);
+    c.flush = FlushMode::kFast;
+    const DeltaModel model(c);
+    History history(model, {nullptr, supported_isas().back()}, 5);
+    history.run(2'000);
+    expect_everything_happened(history.counts(), 2'000);
+  }
+}
 
 // f32 checkpoints: bit-equal to plain decoding at every flush, outputs within 1e-5 of the oracle.
 TEST_P(DeltaDrift, TwentyThousandSteps) {
@@ -75,43 +89,85 @@ double relative_error(const std::vector<float>& got, const std::vector<double>& 
   return std::sqrt(difference / reference);
 }
 
-// C02: 8,000 rounds of four tokens of which 1, 4, 2, 3 are accepted in turn. Every 64 rounds the
-// outputs are held against the oracle; the second half's error is not above the first half's by
-// more than the scatter of a maximum.
-TEST_P(DeltaDrift, C02_NoGrowthOverEightThousandRounds) {
-  struct Types {
-    DType checkpoint, activation;
-    double bound;
-  };
-  for (const Types& types : {Types{DType::kF32, DType::kF32, 1e-5},
-                             {DType::kF32, DType::kBF16, 8e-3},
-                             {DType::kBF16, DType::kF32, 2e-2}}) {
-    DeltaCase c = drift_case(GetParam(), DeltaDecay::kSlow);
-    c.conv_width = 0;
-    c.checkpoint = types.checkpoint;
-    c.activation = types.activation;
-    const DeltaModel model(c);
-    StatePool pool = model.make_pool(1);
-    DeltaRunner runner(model, pool, {nullptr, supported_isas().back()});
-    DeltaOracle oracle(model);
-    ASSERT_TRUE(is_ok(pool.reset(0)));
-    constexpr std::int64_t kAccepted[] = {1, 4, 2, 3};
-    constexpr int kRounds = 8'000;
-    double worst[2] = {};  // of each half
-    for (int round = 0; round < kRounds; ++round) {
-      const std::int64_t accepted = kAccepted[round % 4];
-      const std::vector<TokenId> tokens = names(1, 4 * round, 4);
-      const StepOutput output = runner.step({tentative(0, tokens, accepted)});
-      const OracleOutput want = oracle.run(tokens, static_cast<std::size_t>(accepted));
-      if (round % 64 != 0) continue;
-      double& half = worst[2 * round / kRounds];
-      half = std::max(half, relative_error(output[0][0], want[0]));
+/// Relative errors against the oracle, over rounds of four tokens of which 1, 4, 2, 3 are accepted
+/// in turn, looked at every 64 rounds.
+struct Drift {
+  double outputs[2] = {};  // the worst of each half
+  double state[2] = {};    // of checkpoints just folded, likewise
+};
+
+Drift measure_drift(const DeltaCase& c, int rounds) {
+  const DeltaModel model(c);
+  StatePool pool = model.make_pool(2);
+  const CpuContext context{nullptr, supported_isas().back()};
+  DeltaRunner runner(model, pool, context);
+  DeltaOracle oracle(model);
+  EXPECT_TRUE(is_ok(pool.reset(0)));
+  constexpr std::int64_t kAccepted[] = {1, 4, 2, 3};
+  Drift drift;
+  for (int round = 0; round < rounds; ++round) {
+    const std::int64_t accepted = kAccepted[round % 4];
+    const std::vector<TokenId> tokens = names(1, 4 * round, 4);
+    const StepOutput output = runner.step({tentative(0, tokens, accepted)});
+    const OracleOutput want = oracle.run(tokens, static_cast<std::size_t>(accepted));
+    if (round % 64 != 0) continue;
+    const int half = 2 * round / rounds;
+    drift.outputs[half] = std::max(drift.outputs[half], relative_error(output[0][0], want[0]));
+    EXPECT_TRUE(is_ok(pool.materialize(context, 0, oracle.position(), 1)));
+    // V = 24 is one tile, so the stored order is the oracle's.
+    drift.state[half] =
+        std::max(drift.state[half], relative_error(checkpoint_values(pool, 0, 1), oracle.state(0)));
+  }
+  return drift;
+}
+
+struct DriftBound {
+  DType checkpoint, activation;
+  double exact, fast;
+};
+
+class DeltaModes : public ::testing::TestWithParam<std::tuple<DeltaFamily, FlushMode>> {};
+INSTANTIATE_TEST_SUITE_P(Modes, DeltaModes,
+                         ::testing::Combine(::testing::ValuesIn(kDeltaFamilies),
+                                            ::testing::Values(FlushMode::kExact, FlushMode::kFast)),
+                         [](const auto& test) {
+                           return std::string(to_string(std::get<0>(test.param))) + "_" +
+                                  to_string(std::get<1>(test.param));
+                         });
+
+// C02: |k| = 1, beta 0.9, log-decay -0.01 and harsher. Errors are bounded and the second half's are
+// not above the first half's by more than the scatter of a maximum, in either mode. The values are
+// recorded for docs/kernels/gdn-cpu.md.
+TEST_P(DeltaModes, C02_NoGrowthOverEightThousandRounds) {
+  const auto [family, mode] = GetParam();
+  for (const DriftBound& types : {DriftBound{DType::kF32, DType::kF32, 1e-5, 1e-5},
+                                  {DType::kF32, DType::kF16, 1e-3, 2e-3},
+                                  {DType::kF32, DType::kBF16, 8e-3, 1.6e-2},
+                                  {DType::kBF16, DType::kF32, 2e-2, 2e-2},
+                                  {DType::kBF16, DType::kBF16, 2e-2, 2e-2}}) {
+    for (const DeltaDecay decay : {DeltaDecay::kSlow, DeltaDecay::kFast}) {
+      DeltaCase c = drift_case(family, decay);
+      c.conv_width = 0;
+      c.checkpoint = types.checkpoint;
+      c.activation = types.activation;
+      c.flush = mode;
+      // What decays fast forgets fast: fewer rounds show as much.
+      const Drift drift = measure_drift(c, decay == DeltaDecay::kSlow ? 8'000 : 2'000);
+      const double bound = mode == FlushMode::kFast ? types.fast : types.exact;
+      const std::string name = std::string(decay == DeltaDecay::kSlow ? "slow_" : "fast_") +
+                               to_string(types.checkpoint) + "_" + to_string(types.activation);
+      for (const auto& [what, error] :
+           {std::pair{"outputs_", &drift.outputs}, {"state_", &drift.state}}) {
+        for (const int half : {0, 1}) {
+          EXPECT_LT((*error)[half], bound) << name << " " << what << half;
+          EXPECT_GT((*error)[half], 0.0) << name << " " << what << half;
+          std::ostringstream value;
+          value << (*error)[half];
+          RecordProperty(what + name + "_" + std::to_string(half), value.str());
+        }
+        EXPECT_LT((*error)[1], 1.5 * (*error)[0]) << name << " " << what;
+      }
     }
-    EXPECT_LT(worst[0], types.bound) << to_string(types.checkpoint);
-    EXPECT_LT(worst[1], types.bound) << to_string(types.checkpoint);
-    EXPECT_GT(worst[0], 0.0);
-    EXPECT_LT(worst[1], 1.5 * worst[0])
-        << to_string(types.checkpoint) << " " << to_string(types.activation);
   }
 }
 

@@ -14,23 +14,23 @@ namespace {
 std::vector<DeltaCase> flush_cases() {
   std::vector<DeltaCase> cases;
   for (const DeltaFamily family : kDeltaFamilies) {
-    for (const DType checkpoint : {DType::kF32, DType::kBF16}) {
-      for (const DType activation : {DType::kF32, DType::kBF16}) {
-        const std::string types =
-            std::string(to_string(checkpoint)) + "_" + to_string(activation) + "_";
-        for (const auto& [window, draft] :
-             {std::pair{1, 1}, {2, 2}, {5, 3}, {8, 1}, {16, 4}, {7, 7}, {64, 16}}) {
-          DeltaCase c = small_delta_case(
-              family, types + "L" + std::to_string(window) + "_T" + std::to_string(draft), window,
-              draft);
-          c.checkpoint = checkpoint;
-          c.activation = activation;
-          c.gate_type = window == 16 ? activation : DType::kF32;
-          c.conv_width = window == 16 || window == 2 ? 4 : 0;
-          c.layers = window == 16 ? 2 : 1;
-          cases.push_back(std::move(c));
-        }
+    for (const auto& [checkpoint, activation] : kTypePairs) {
+      const std::string types =
+          std::string(to_string(checkpoint)) + "_" + to_string(activation) + "_";
+      for (const auto& [window, draft] :
+           {std::pair{1, 1}, {2, 2}, {5, 3}, {8, 1}, {16, 4}, {7, 7}, {64, 16}}) {
+        DeltaCase c = small_delta_case(
+            family, types + "L" + std::to_string(window) + "_T" + std::to_string(draft), window,
+            draft);
+        c.checkpoint = checkpoint;
+        c.activation = activation;
+        c.gate_type = window == 16 ? activation : DType::kF32;
+        c.conv_width = window == 16 || window == 2 ? 4 : 0;
+        c.layers = window == 16 ? 2 : 1;
+        cases.push_back(std::move(c));
       }
+    }
+    for (const DType checkpoint : {DType::kF32, DType::kBF16, DType::kF16}) {
       // Every width of the last block of columns, and keys that are no multiple of a vector.
       for (const auto& [k, v] : {std::pair{128, 128}, {24, 72}, {8, 48}, {80, 56}}) {
         DeltaCase c = small_delta_case(family,

@@ -17,7 +17,7 @@ namespace {
 std::vector<DeltaCase> pool_cases(int window) {
   std::vector<DeltaCase> cases;
   for (const DeltaFamily family : kDeltaFamilies) {
-    for (const DType type : {DType::kF32, DType::kBF16}) {
+    for (const DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
       DeltaCase c = small_delta_case(family, to_string(type), window, 3);
       c.checkpoint = c.activation = type;
       c.conv_width = 4;

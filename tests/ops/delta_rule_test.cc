@@ -18,19 +18,17 @@ namespace {
 std::vector<DeltaCase> type_cases() {
   std::vector<DeltaCase> cases;
   for (const DeltaFamily family : kDeltaFamilies) {
-    for (const DType checkpoint : {DType::kF32, DType::kBF16}) {
-      for (const DType activation : {DType::kF32, DType::kBF16}) {
-        const bool conv = checkpoint == activation;
-        DeltaCase c = small_delta_case(
-            family,
-            std::string(conv ? "conv_" : "") + to_string(checkpoint) + "_" + to_string(activation),
-            8, 4);
-        c.checkpoint = checkpoint;
-        c.activation = activation;
-        c.conv_width = conv ? 4 : 0;
-        c.layers = conv ? 2 : 1;
-        cases.push_back(std::move(c));
-      }
+    for (const auto& [checkpoint, activation] : kTypePairs) {
+      const bool conv = checkpoint == activation;
+      DeltaCase c = small_delta_case(
+          family,
+          std::string(conv ? "conv_" : "") + to_string(checkpoint) + "_" + to_string(activation), 8,
+          4);
+      c.checkpoint = checkpoint;
+      c.activation = activation;
+      c.conv_width = conv ? 4 : 0;
+      c.layers = conv ? 2 : 1;
+      cases.push_back(std::move(c));
     }
   }
   return cases;
@@ -189,6 +187,41 @@ TEST_P(DeltaFamilies, C67_LargeStatesStayFinite) {
   float largest = 0.0f;
   for (const float s : state) largest = std::max(largest, std::abs(s));
   EXPECT_GT(largest, 65504.0f);
+}
+
+// C67 with f16 operands and records: short keys make a state beyond f16 of values within it. It is
+// kept in f32, outputs and deltas are within f16 again.
+TEST_P(DeltaFamilies, C67_F16OperandsOverALargeState) {
+  for (const FlushMode mode : {FlushMode::kExact, FlushMode::kFast}) {
+    DeltaCase c = small_delta_case(GetParam(), "large_f16", 16, 1);
+    c.dt_bias = false;
+    c.decay = DeltaDecay::kNone;
+    c.activation = DType::kF16;
+    c.normalize = false;
+    c.flush = mode;
+    const DeltaModel model(c);
+    StatePool pool = model.make_pool(1);
+    DeltaRunner runner(model, pool, {nullptr, supported_isas().back()});
+    ASSERT_TRUE(is_ok(pool.reset(0)));
+    const std::vector<RowSpec> row = {tentative(0, names(1, 0, 1), 1)};
+    const std::vector<float> key(static_cast<std::size_t>(c.keys()), 0x1p-6f);
+    for (int token = 0; token < 4'000; ++token) {
+      Result<Step> step = pool.begin_step(step_rows(row));
+      ASSERT_TRUE(is_ok(step));
+      auto buffers = runner.buffers(0, *step, row);
+      set_token(buffers.k, 0, key);
+      set_token(buffers.q, 0, key);
+      set_token(buffers.v, 0, std::vector<float>(4 * 24, 3e4f));
+      ASSERT_TRUE(is_ok(runner.recurrence(0, *step, buffers)));
+      ASSERT_TRUE(is_ok(runner.commit(*step, row)));
+      for (const float y : get_token(buffers.y_view, 0)) {
+        ASSERT_TRUE(std::isfinite(y)) << to_string(mode) << ", token " << token;
+      }
+    }
+    float largest = 0.0f;
+    for (const float s : checkpoint_values(pool, 0, 0)) largest = std::max(largest, std::abs(s));
+    EXPECT_GT(largest, 65504.0f) << to_string(mode);
+  }
 }
 
 // A state changed by hand is what outputs read: nothing is kept elsewhere.

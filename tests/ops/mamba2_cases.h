@@ -1,6 +1,7 @@
 // The geometries, types and options every Mamba-2 kernel is tested with, whatever runs it.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <limits>
 #include <ostream>
@@ -48,14 +49,16 @@ struct Mamba2Case : StepCase {
     return pool_options(shape, conv_channels(), slots);
   }
 
-  /// Bound of norm(y - oracle) / norm(oracle) per token. f32 everywhere: rounding of sums. bf16
-  /// activations: y itself is rounded (2^-9 at most), and with a convolution so are x, B and C.
-  /// bf16 checkpoints: a rounding per window or committed token, which decays with the state.
+  /// Bound of norm(y - oracle) / norm(oracle) per token. f32 everywhere: rounding of sums. 16-bit
+  /// activations: y itself is rounded (by 2^-9 at most with bf16, an eighth of that with f16), and
+  /// with a convolution so are x, B and C. 16-bit checkpoints: a rounding per window or committed
+  /// token, which decays with the state.
   double bound() const {
-    if (read_copy != ReadCopyFormat::kNone) return read_copy_bound();
-    if (checkpoint == DType::kBF16) return 2e-2;
-    if (activation == DType::kBF16) return conv_width == 0 ? 4e-3 : 1.5e-2;
-    return 1e-5;
+    const auto of = [](DType type, double bf16) {
+      return type == DType::kBF16 ? bf16 : type == DType::kF16 ? bf16 / 8 : 0.0;
+    };
+    const double wide = conv_width == 0 ? 4e-3 : 1.5e-2;
+    return std::max({1e-5, of(checkpoint, 2e-2), of(activation, wide), read_copy_bound()});
   }
 };
 
@@ -83,6 +86,8 @@ inline std::vector<Mamba2Case> mamba2_cases() {
   };
   const auto bf16_state = [](Mamba2Case& c) { c.checkpoint = DType::kBF16; };
   const auto bf16_act = [](Mamba2Case& c) { c.activation = c.dt_type = DType::kBF16; };
+  const auto f16_state = [](Mamba2Case& c) { c.checkpoint = DType::kF16; };
+  const auto f16_act = [](Mamba2Case& c) { c.activation = c.dt_type = DType::kF16; };
   const auto bf16_act_f32_dt = [](Mamba2Case& c) { c.activation = DType::kBF16; };
   const auto z = [](Mamba2Case& c) { c.z = true; };
   const auto no_d = [](Mamba2Case& c) { c.d = false; };
@@ -141,6 +146,11 @@ inline std::vector<Mamba2Case> mamba2_cases() {
   add("bf16_act_f32_dt", {6, 64, 128, 2}, {8, 3}, bf16_act_f32_dt, strided);
   add("bf16_state", {6, 64, 128, 2}, {16, 4}, bf16_state);
   add("bf16_state_bf16_act", {6, 80, 128, 1}, {16, 4}, bf16_state, bf16_act, z, strided);
+  add("f16_act", {6, 24, 48, 2}, {8, 3}, f16_act, z);
+  add("f16_state", {6, 64, 128, 2}, {16, 4}, f16_state);
+  add("f16_state_f16_act", {6, 80, 128, 1}, {16, 4}, f16_state, f16_act, z, strided);
+  add("f16_state_bf16_act", {5, 24, 240, 1}, {6, 3}, f16_state, bf16_act);
+  add("bf16_state_f16_act", {4, 8, 16, 2}, {8, 3}, bf16_state, f16_act);
   add("bf16_state_odd", {5, 24, 240, 1}, {6, 3}, bf16_state, bf16_act_f32_dt);
 
   // Options.

@@ -15,22 +15,20 @@ namespace {
 
 std::vector<Mamba2Case> flush_cases() {
   std::vector<Mamba2Case> cases;
-  for (const DType checkpoint : {DType::kF32, DType::kBF16}) {
-    for (const DType activation : {DType::kF32, DType::kBF16}) {
-      for (const auto& [window, draft] :
-           {std::pair{1, 1}, {2, 2}, {5, 3}, {8, 1}, {16, 4}, {7, 7}, {64, 16}}) {
-        Mamba2Case c = small_case(std::string(to_string(checkpoint)) + "_" + to_string(activation) +
-                                      "_L" + std::to_string(window) + "_T" + std::to_string(draft),
-                                  window, draft);
-        c.shape.head_dim = window == 5 ? 24 : 8;
-        c.shape.state_size = window == 7 ? 48 : 16;
-        c.checkpoint = checkpoint;
-        c.activation = activation;
-        c.dt_type = window == 16 ? activation : DType::kF32;
-        c.conv_width = window == 16 || window == 2 ? 4 : 0;
-        c.layers = window == 16 ? 2 : 1;
-        cases.push_back(std::move(c));
-      }
+  for (const auto& [checkpoint, activation] : kTypePairs) {
+    for (const auto& [window, draft] :
+         {std::pair{1, 1}, {2, 2}, {5, 3}, {8, 1}, {16, 4}, {7, 7}, {64, 16}}) {
+      Mamba2Case c = small_case(std::string(to_string(checkpoint)) + "_" + to_string(activation) +
+                                    "_L" + std::to_string(window) + "_T" + std::to_string(draft),
+                                window, draft);
+      c.shape.head_dim = window == 5 ? 24 : 8;
+      c.shape.state_size = window == 7 ? 48 : 16;
+      c.checkpoint = checkpoint;
+      c.activation = activation;
+      c.dt_type = window == 16 ? activation : DType::kF32;
+      c.conv_width = window == 16 || window == 2 ? 4 : 0;
+      c.layers = window == 16 ? 2 : 1;
+      cases.push_back(std::move(c));
     }
   }
   // Rows of registers' tails: a state whose rows are no multiple of two 512-bit vectors.

@@ -23,16 +23,14 @@ Mamba2Case with_types(Mamba2Case c, DType checkpoint, DType activation) {
 /// A small case in every combination of types, with and without a convolution.
 std::vector<Mamba2Case> type_cases() {
   std::vector<Mamba2Case> cases;
-  for (const DType checkpoint : {DType::kF32, DType::kBF16}) {
-    for (const DType activation : {DType::kF32, DType::kBF16}) {
-      Mamba2Case c = small_case("plain", 8, 4);
-      c.shape.head_dim = 24;
-      cases.push_back(with_types(c, checkpoint, activation));
-      c.name = "conv";
-      c.conv_width = 4;
-      c.layers = 2;
-      cases.push_back(with_types(c, checkpoint, activation));
-    }
+  for (const auto& [checkpoint, activation] : kTypePairs) {
+    Mamba2Case c = small_case("plain", 8, 4);
+    c.shape.head_dim = 24;
+    cases.push_back(with_types(c, checkpoint, activation));
+    c.name = "conv";
+    c.conv_width = 4;
+    c.layers = 2;
+    cases.push_back(with_types(c, checkpoint, activation));
   }
   return cases;
 }

@@ -32,21 +32,19 @@ Case named(Case c) {
   return c;
 }
 
-/// Every format in every combination of types, and shapes that fill no tile or block.
+/// Every format with every kind of type, and shapes that fill no tile or block.
 std::vector<Mamba2Case> mamba2_copies() {
   std::vector<Mamba2Case> cases;
   for (const ReadCopyFormat format : kFormats) {
-    for (const DType checkpoint : {DType::kF32, DType::kBF16}) {
-      for (const DType activation : {DType::kF32, DType::kBF16}) {
-        Mamba2Case c = small_case("conv", 8, 4);
-        c.read_copy = format;
-        c.shape = {4, 24, 48, 2};
-        c.checkpoint = checkpoint;
-        c.activation = activation;
-        c.conv_width = 4;
-        c.layers = 2;
-        cases.push_back(named(c));
-      }
+    for (const auto& [checkpoint, activation] : kTypePairs) {
+      Mamba2Case c = small_case("conv", 8, 4);
+      c.read_copy = format;
+      c.shape = {4, 24, 48, 2};
+      c.checkpoint = checkpoint;
+      c.activation = activation;
+      c.conv_width = 4;
+      c.layers = 2;
+      cases.push_back(named(c));
     }
     for (const std::int64_t p : {8, 16, 64, 80}) {
       Mamba2Case c =
@@ -66,7 +64,7 @@ std::vector<DeltaCase> delta_copies() {
   for (const DeltaFamily family : {DeltaFamily::kGated, DeltaFamily::kKimi}) {
     const bool channels = family == DeltaFamily::kKimi;
     for (const ReadCopyFormat format : kFormats) {
-      for (const DType type : {DType::kF32, DType::kBF16}) {
+      for (const DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
         DeltaCase c = small_delta_case(family, "conv", 8, 4);
         c.read_copy = format;
         c.checkpoint = type;
@@ -256,6 +254,43 @@ TEST(ReadCopySteps, OutputErrorsAreWithinTheFormatsBound) {
       }
     }
     EXPECT_GT(largest, 0.02) << to_string(format) << ": nothing was rounded";
+  }
+}
+
+// A copy in one layer leaves fast flushes in another alone, and the other way round.
+TEST(ReadCopySteps, LayersWithCopiesAndLayersWithFastFlushesShareAPool) {
+  for (const DType type : {DType::kF32, DType::kF16}) {
+    DeltaCase c = copied_delta_case(ReadCopyFormat::kNvfp4);
+    c.checkpoint = c.activation = type;
+    const DeltaModel model(c);
+    StatePoolOptions fast = c.options(1);
+    for (LayerSpec& layer : fast.layers) {
+      layer.read_copy = ReadCopyFormat::kNone;
+      layer.flush = FlushMode::kFast;
+    }
+    StatePoolOptions mixed = c.options(1);
+    mixed.layers[0] = fast.layers[0];
+    for (const CpuContext& context : Contexts()) {
+      StatePool pools[] = {model.make_pool(fast), model.make_pool(c.options(1)),
+                           model.make_pool(mixed)};
+      std::vector<DeltaRunner> runners;
+      for (StatePool& pool : pools) {
+        ASSERT_TRUE(is_ok(pool.reset(0)));
+        runners.emplace_back(model, pool, context);
+      }
+      for (std::int64_t position = 0; position < 60; position += 3) {
+        const std::vector<TokenId> tokens = names(1, position, 3);
+        const std::vector<RowSpec> rows = {position % 7 == 5 ? committed(0, tokens)
+                                                             : tentative(0, tokens, 3)};
+        const StepOutput from_fast = runners[0].step(rows);
+        const StepOutput from_copies = runners[1].step(rows);
+        const StepOutput got = runners[2].step(rows);
+        EXPECT_TRUE(same_bits(got[0][0], from_fast[0][0])) << position;
+        EXPECT_TRUE(same_bits(got[0][1], from_copies[0][1])) << position;
+      }
+      EXPECT_TRUE(same_bytes(checkpoint_bytes(pools[2], 0, 0), checkpoint_bytes(pools[0], 0, 0)));
+      EXPECT_TRUE(same_bytes(checkpoint_bytes(pools[2], 1, 0), checkpoint_bytes(pools[1], 1, 0)));
+    }
   }
 }
 

@@ -29,10 +29,8 @@ class Rewind : public ::testing::TestWithParam<Mamba2Case> {};
 
 std::vector<Mamba2Case> rewind_cases() {
   std::vector<Mamba2Case> cases;
-  for (const DType checkpoint : {DType::kF32, DType::kBF16}) {
-    for (const DType activation : {DType::kF32, DType::kBF16}) {
-      cases.push_back(rewind_case(checkpoint, activation));
-    }
+  for (const auto& [checkpoint, activation] : kTypePairs) {
+    cases.push_back(rewind_case(checkpoint, activation));
   }
   cases.push_back(rewind_case(DType::kF32, DType::kF32, 8));  // taps beyond the window
   cases.push_back(rewind_case(DType::kF32, DType::kF32, 0));

@@ -29,7 +29,8 @@ INSTANTIATE_TEST_SUITE_P(Cases, Serialize,
                          ::testing::Values(save_case(DType::kF32, DType::kF32),
                                            save_case(DType::kF32, DType::kBF16),
                                            save_case(DType::kBF16, DType::kF32),
-                                           save_case(DType::kBF16, DType::kBF16)),
+                                           save_case(DType::kBF16, DType::kBF16),
+                                           save_case(DType::kF16, DType::kF16)),
                          [](const auto& test) { return test.param.name; });
 
 TEST_P(Serialize, C01_SameGeometryIsBitEqual) {
@@ -130,7 +131,7 @@ TEST(SerializeDamage, ResealedImagesNeverCrash) {
   std::vector<std::byte> version = image;
   version[8] = std::byte{99};
   reseal(version);
-  EXPECT_TRUE(refused(pool.load({}, 1, version), StatusCode::kUnsupported, {"99", "1"}));
+  EXPECT_TRUE(refused(pool.load({}, 1, version), StatusCode::kUnsupported, {"99", "2"}));
 }
 
 // Foreign states are refused with both values, whatever else differs.

@@ -72,10 +72,10 @@ TEST(StatePoolOptions, ImpossibleOnesAreRefusedNamingBothValues) {
        },
        kInvalid,
        {"1", "3", "4"}},
-      {"checkpoint f16",
-       [](auto& o) { o.checkpoint = DType::kF16; },
+      {"checkpoint f64",
+       [](auto& o) { o.checkpoint = DType::kF64; },
        StatusCode::kUnsupported,
-       {"f16", "f32", "bf16"}},
+       {"f64", "f32", "bf16", "f16"}},
       {"activation i32",
        [](auto& o) { o.activation = DType::kI32; },
        StatusCode::kUnsupported,
@@ -241,7 +241,7 @@ TEST(StatePoolOptions, StorageMustFitExactly) {
 
 // C36, C90: sizes follow from shapes, types and limits alone, with the drafts' room included.
 TEST(StatePoolSizing, C36_C90_SizesAreExact) {
-  for (const DType type : {DType::kF32, DType::kBF16}) {
+  for (const DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
     for (const bool rewindable : {false, true}) {
       std::size_t previous = 0;
       for (int draft = 0; draft <= 5; ++draft) {

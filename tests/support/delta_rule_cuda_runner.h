@@ -63,7 +63,11 @@ class DeltaCudaRunner : public CudaRunnerOf<DeltaRunner> {
 inline DeltaCase for_cuda(DeltaCase c) {
   c.shape.key_dim = (c.shape.key_dim + 15) / 16 * 16;
   c.shape.value_dim = (c.shape.value_dim + 15) / 16 * 16;
+  for (DType* type : {&c.checkpoint, &c.activation, &c.gate_type}) {
+    if (*type == DType::kF16) *type = DType::kBF16;
+  }
   if (c.checkpoint == DType::kBF16) c.activation = DType::kBF16;
+  c.flush = FlushMode::kExact;
   c.unit = 8;
   c.f32_bound = 2e-5;  // scores are sums of unscaled products
   return c;

@@ -37,11 +37,13 @@ class DeltaModel {
     for (int i = 0; i < case_.layers; ++i) layers_.push_back(make_layer(rng));
   }
 
-  /// The same layers for plain decoding: f32 checkpoints, no read copies, the smallest window.
+  /// The same layers for plain decoding: f32 checkpoints, exact, no read copies, the smallest
+  /// window.
   DeltaModel plain() const {
     DeltaModel model = *this;
     model.case_.checkpoint = DType::kF32;
     model.case_.read_copy = ReadCopyFormat::kNone;
+    model.case_.flush = FlushMode::kExact;
     model.case_.limits = {1, 1};
     model.case_.rewindable = false;
     return model;

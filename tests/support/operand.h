@@ -17,7 +17,9 @@
 namespace replayssm::testing {
 
 inline float round_to(DType dtype, float x) {
-  return dtype == DType::kBF16 ? to_float(to_bf16(x)) : x;
+  return dtype == DType::kBF16  ? to_float(to_bf16(x))
+         : dtype == DType::kF16 ? to_float(to_f16(x))
+                                : x;
 }
 
 /// A NaN that no arithmetic produces: "nobody wrote this".
@@ -29,6 +31,11 @@ inline float load_element(DType dtype, const std::byte* data, std::int64_t index
     std::memcpy(&x, data + index * 2, 2);
     return to_float(x);
   }
+  if (dtype == DType::kF16) {
+    F16 x;
+    std::memcpy(&x, data + index * 2, 2);
+    return to_float(x);
+  }
   float x;
   std::memcpy(&x, data + index * 4, 4);
   return x;
@@ -37,6 +44,9 @@ inline float load_element(DType dtype, const std::byte* data, std::int64_t index
 inline void store_element(DType dtype, std::byte* data, std::int64_t index, float value) {
   if (dtype == DType::kBF16) {
     const BF16 x = to_bf16(value);
+    std::memcpy(data + index * 2, &x, 2);
+  } else if (dtype == DType::kF16) {
+    const F16 x = to_f16(value);
     std::memcpy(data + index * 2, &x, 2);
   } else {
     std::memcpy(data + index * 4, &value, 4);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "replayssm/cursor.h"
 #include "replayssm/dtype.h"
@@ -10,12 +11,20 @@
 
 namespace replayssm::testing {
 
+/// Checkpoint and activation types that cases combine: every pair of the first two types, and f16.
+inline constexpr std::pair<DType, DType> kTypePairs[] = {{DType::kF32, DType::kF32},
+                                                         {DType::kF32, DType::kBF16},
+                                                         {DType::kBF16, DType::kF32},
+                                                         {DType::kBF16, DType::kBF16},
+                                                         {DType::kF16, DType::kF16}};
+
 struct StepCase {
   std::string name;
   ReplayLimits limits;
   DType checkpoint = DType::kF32;
   DType activation = DType::kF32;
   ReadCopyFormat read_copy = ReadCopyFormat::kNone;
+  FlushMode flush = FlushMode::kExact;
   int layers = 1;
   int conv_width = 0;  // taps of a convolution that makes the op's inputs; 0: they are the inputs
   bool conv_silu = true;
@@ -56,6 +65,7 @@ struct StepCase {
     options.limits = limits;
     options.checkpoint = checkpoint;
     options.activation = activation;
+    options.flush = flush;
     options.rewindable = rewindable;
     options.poison = true;
     options.model_id = "test";

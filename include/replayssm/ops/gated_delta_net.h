@@ -22,23 +22,29 @@
 //   o_t = w(-1, t) S0^T q'_t + sum_i w(i, t) (k'_i . q'_t) d_i                    i up to t
 //
 // Weights are running products of factors in [0, 1], so nothing overflows; a decay of 0 forgets.
-// The row's tokens are appended as records {k, 1/|k|, v, log alpha, beta, d}: d in the activation
-// type serves later outputs and nothing else.
+// The row's tokens are appended as records {k, 1/|k|, alpha, v, beta, d}; in the fast mode without
+// v and beta. k, v and d are in the activation type.
 //
 // If the row flushes (tentative_row_flushes in cursor.h), the n records are first folded into the
-// checkpoint: decode, the recurrence above from k, v, alpha and beta in fp32 in the committed row's
-// operation order, one encode. With an f32 checkpoint the state is bit-equal to plain decoding's.
-// Outputs then read the new checkpoint.
+// checkpoint: decode, fold in fp32, one encode. Outputs then read the new checkpoint. The layer's
+// FlushMode says how they are folded:
+//
+//   exact  the recurrence above from k, v, alpha and beta in the committed row's operation order;
+//          d serves outputs only. With an f32 checkpoint the state is bit-equal to plain
+//          decoding's.
+//   fast   S = w(-1) S + sum_i w(i) k'_i d_i^T as one product, w(i) the product of the alphas after
+//          record i. A row's later tokens are solved from its earlier d as stored.
 //
 // With a read copy (LayerSpec::read_copy) S0 is decode(copy) in d_t and o_t of tentative rows: they
 // are the recurrence from the copy over the live records and the row's tokens. The copy is that of
-// the checkpoint as it is stored, encoded anew wherever the checkpoint is. Folds take k, v and
-// gates, never d, so committed rows and checkpoints are bit-equal to those of a pool without
-// copies.
+// the checkpoint as it is stored, encoded anew wherever the checkpoint is. Exact folds take k, v
+// and gates, never d, so committed rows and checkpoints are bit-equal to those of a pool without
+// copies; fast ones would take the copy's rounding into the checkpoint, and such a layer is
+// refused.
 //
-// Types: q, k, v, o of the pool's activation type (f32, bf16); a and b that type or f32; parameters
-// f32; checkpoint f32 or bf16; arithmetic fp32. Results do not depend on the other rows of the step
-// or on the number of threads.
+// Types: q, k, v, o of the pool's activation type (f32, bf16, f16); a and b that type or f32;
+// parameters f32; checkpoint f32, bf16 or f16; arithmetic fp32. Results do not depend on the other
+// rows of the step or on the number of threads.
 #pragma once
 
 #include <optional>
@@ -100,6 +106,7 @@ Result<std::string> gated_delta_net_explain(const CudaContext& context, const St
 /// StateTraffic).
 StateTraffic gated_delta_net_row_traffic(const GatedDeltaNetShape& shape, DType checkpoint,
                                          DType activation, ReplayLimits limits, RowKind kind,
-                                         const Cursor& cursor, std::int64_t token_count);
+                                         const Cursor& cursor, std::int64_t token_count,
+                                         FlushMode flush = FlushMode::kExact);
 
 }  // namespace replayssm

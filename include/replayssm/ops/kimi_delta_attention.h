@@ -12,9 +12,9 @@
 // They are running products of factors in [0, 1] in both forms of the gate. Keys divided by a
 // cumulative decay, which would need a bound on the window's sum of log-decays, are not used.
 //
-// Types: q, k, v, o of the pool's activation type (f32, bf16); a and b that type or f32; parameters
-// f32; checkpoint f32 or bf16; arithmetic fp32; log-decays are recorded in f32. Results do not
-// depend on the other rows of the step or on the number of threads.
+// Types: q, k, v, o of the pool's activation type (f32, bf16, f16); a and b that type or f32;
+// parameters f32; checkpoint f32, bf16 or f16; arithmetic fp32; decays are recorded in f32. Results
+// do not depend on the other rows of the step or on the number of threads.
 #pragma once
 
 #include <optional>
@@ -79,6 +79,7 @@ Result<std::string> kimi_delta_attention_explain(const CudaContext& context, con
 StateTraffic kimi_delta_attention_row_traffic(const KimiDeltaAttentionShape& shape,
                                               DType checkpoint, DType activation,
                                               ReplayLimits limits, RowKind kind,
-                                              const Cursor& cursor, std::int64_t token_count);
+                                              const Cursor& cursor, std::int64_t token_count,
+                                              FlushMode flush = FlushMode::kExact);
 
 }  // namespace replayssm

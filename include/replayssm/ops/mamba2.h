@@ -32,9 +32,9 @@
 //
 // A is the pool's (StatePool::set_mamba2_a).
 //
-// Types: x, B, C, z, y of the pool's activation type (f32, bf16); dt_raw that type or f32;
-// parameters f32; checkpoint f32 or bf16; arithmetic fp32. Results do not depend on the other rows
-// of the step or on the number of threads.
+// Types: x, B, C, z, y of the pool's activation type (f32, bf16, f16); dt_raw that type or f32;
+// parameters f32; checkpoint f32, bf16 or f16; arithmetic fp32. Results do not depend on the other
+// rows of the step or on the number of threads.
 #pragma once
 
 #include <limits>

@@ -1,5 +1,5 @@
 // Elementary functions on Vec<Isa>, written once over its primitives so that every instruction set
-// evaluates the same polynomial.
+// evaluates the same polynomial. They are inlined so that loops keep their constants in registers.
 #pragma once
 
 #include "cpu/simd/vec.h"
@@ -8,7 +8,7 @@ namespace replayssm::cpu {
 
 /// 2^n for integral n in [-126, 127].
 template <typename Isa>
-inline Vec<Isa> exp2_integral(Vec<Isa> n) {
+RSSM_ALWAYS_INLINE Vec<Isa> exp2_integral(Vec<Isa> n) {
   // Adding 1.5 * 2^23 puts an integer into the low bits of the representation; 127 is the bias.
   return (n + Vec<Isa>::broadcast(12582912.0f + 127.0f)).low_bits_as_exponent();
 }
@@ -16,7 +16,7 @@ inline Vec<Isa> exp2_integral(Vec<Isa> n) {
 /// e^x within 2 units in the last place; 0 below about -104, infinity above about 88.7, NaN for
 /// NaN.
 template <typename Isa>
-inline Vec<Isa> exp(Vec<Isa> x) {
+RSSM_ALWAYS_INLINE Vec<Isa> exp(Vec<Isa> x) {
   using V = Vec<Isa>;
   const V magic = V::broadcast(12582912.0f);
   x = max(V::broadcast(-110.0f), min(V::broadcast(100.0f), x));  // in this order NaN survives

@@ -11,12 +11,12 @@
 namespace replayssm {
 namespace cpu {
 
-CausalConv1dFunction causal_conv1d_kernel_generic(bool bf16_activation);
-CausalConv1dFunction causal_conv1d_kernel_avx2(bool bf16_activation);
-CausalConv1dFunction causal_conv1d_kernel_avx512(bool bf16_activation);
+CausalConv1dFunction causal_conv1d_kernel_generic(DType activation);
+CausalConv1dFunction causal_conv1d_kernel_avx2(DType activation);
+CausalConv1dFunction causal_conv1d_kernel_avx512(DType activation);
 
 CausalConv1dFunction causal_conv1d_kernel(CpuIsa isa, DType activation) {
-  return RSSM_DISPATCH_ISA(isa, causal_conv1d_kernel, activation == DType::kBF16);
+  return RSSM_DISPATCH_ISA(isa, causal_conv1d_kernel, activation);
 }
 
 }  // namespace cpu

@@ -12,17 +12,12 @@
 namespace replayssm {
 namespace cpu {
 
-const DeltaRuleKernels& delta_rule_kernels_generic(bool bf16_checkpoint, bool bf16_activation,
-                                                   bool channel_decay);
-const DeltaRuleKernels& delta_rule_kernels_avx2(bool bf16_checkpoint, bool bf16_activation,
-                                                bool channel_decay);
-const DeltaRuleKernels& delta_rule_kernels_avx512(bool bf16_checkpoint, bool bf16_activation,
-                                                  bool channel_decay);
+const DeltaRuleKernels& delta_rule_kernels_generic(DType checkpoint, bool channel_decay);
+const DeltaRuleKernels& delta_rule_kernels_avx2(DType checkpoint, bool channel_decay);
+const DeltaRuleKernels& delta_rule_kernels_avx512(DType checkpoint, bool channel_decay);
 
-const DeltaRuleKernels& delta_rule_kernels(CpuIsa isa, DType checkpoint, DType activation,
-                                           bool channel_decay) {
-  return RSSM_DISPATCH_ISA(isa, delta_rule_kernels, checkpoint == DType::kBF16,
-                           activation == DType::kBF16, channel_decay);
+const DeltaRuleKernels& delta_rule_kernels(CpuIsa isa, DType checkpoint, bool channel_decay) {
+  return RSSM_DISPATCH_ISA(isa, delta_rule_kernels, checkpoint, channel_decay);
 }
 
 }  // namespace cpu
@@ -93,8 +88,10 @@ Status check_operands(const DeltaRuleShape& shape, const char* family, DType act
   return {};
 }
 
-DeltaRuleTask layer_task(const DeltaRuleShape& shape) {
+DeltaRuleTask layer_task(const DeltaRuleShape& shape, const StatePoolOptions& options, int layer) {
   DeltaRuleTask task;
+  task.flush = options.flush_mode(layer);
+  task.activation = options.activation;
   task.key_dim = shape.key_dim;
   task.value_dim = shape.value_dim;
   return task;
@@ -105,21 +102,43 @@ template <typename F>
 void point_at_records(DeltaRuleTask& task, F field) {
   task.ring_k = field("k");
   task.ring_k_scale = reinterpret_cast<float*>(field("k_scale"));
-  task.ring_v = field("v");
-  task.ring_log_decay = reinterpret_cast<float*>(field("log_decay"));
-  task.ring_beta = reinterpret_cast<float*>(field("beta"));
+  task.ring_decay = reinterpret_cast<float*>(field("decay"));
   task.ring_delta = field("delta");
+  if (task.flush == FlushMode::kExact) {
+    task.ring_v = field("v");
+    task.ring_beta = reinterpret_cast<float*>(field("beta"));
+  }
 }
 
+/// Points at slot 0's page. Fields are found by name, which is done once for all slots.
+void point_at_first_slot(DeltaRuleTask& task, StatePool::Impl& pool, int layer) {
+  const auto field = [&](const char* name) {
+    return pool.field(layer, 0, pool.layout(layer).field(name));
+  };
+  task.checkpoint = field("checkpoint");
+  point_at_records(task, field);
+  task.places = pool.options.limits.record_places();
+}
+
+/// From slot 0's page to that of `slot`.
 void point_at_slot(DeltaRuleTask& task, StatePool::Impl& pool, int layer, std::int32_t slot,
                    const Cursor& cursor) {
-  const PageLayout& layout = pool.layout(layer);
-  task.checkpoint = pool.field(layer, slot, layout.field("checkpoint"));
+  const std::size_t bytes =
+      static_cast<std::size_t>(slot) * pool.stride[static_cast<std::size_t>(layer)];
+  const auto move = [bytes]<typename T>(T*& field) {
+    if (field != nullptr) {
+      field = reinterpret_cast<T*>(reinterpret_cast<std::byte*>(field) + bytes);
+    }
+  };
+  move(task.checkpoint);
+  move(task.ring_k);
+  move(task.ring_k_scale);
+  move(task.ring_v);
+  move(task.ring_decay);
+  move(task.ring_beta);
+  move(task.ring_delta);
   task.checkpoint_in = cursor.checkpoint_position == 0 ? nullptr : task.checkpoint;
   task.copy = pool.read_copy(layer, slot);
-  point_at_records(task,
-                   [&](const char* name) { return pool.field(layer, slot, layout.field(name)); });
-  task.places = pool.options.limits.record_places();
   task.first_place = cursor.checkpoint_position % task.places;
   task.live = cursor.live();
 }
@@ -143,8 +162,8 @@ void point_at_tokens(DeltaRuleTask& task, const StepRow& row, const DeltaRuleOpe
   task.gate = at_token(o.gate, row.token_begin);
   task.beta = at_token(o.beta, row.token_begin);
   task.o = at_token(o.o, row.token_begin);
-  task.gate_is_f32 = o.gate.dtype == DType::kF32;
-  task.beta_is_f32 = o.beta.dtype == DType::kF32;
+  task.gate_type = o.gate.dtype;
+  task.beta_type = o.beta.dtype;
   task.q_token_stride = o.q.strides[0];
   task.q_head_stride = o.q.strides[1];
   task.k_token_stride = o.k.strides[0];
@@ -170,7 +189,7 @@ void count_traffic(StatePool::Impl& pool, int layer, const DeltaRuleShape& shape
   const StatePoolOptions& options = pool.options;
   add_traffic(pool, layer, step, [&](const StepRow& row, const Cursor& cursor) {
     return delta_rule_row_traffic(shape, options.checkpoint, options.activation, options.limits,
-                                  row.kind, cursor, row.token_count);
+                                  row.kind, cursor, row.token_count, options.flush_mode(layer));
   });
 }
 
@@ -180,8 +199,10 @@ std::string describe(const char* family, const DeltaRuleShape& shape,
   out << family << " " << shape.value_heads << "x" << shape.key_dim << "x" << shape.value_dim
       << ", " << shape.key_heads << " key heads, checkpoint " << to_string(options.checkpoint)
       << ", activation " << to_string(options.activation)
-      << ", exact flush (recurrence re-run from recorded k, v and gates), outputs from recorded "
-      << "deltas with "
+      << (options.flush_mode(layer) == FlushMode::kFast
+              ? ", fast flush (one product of recorded deltas)"
+              : ", exact flush (recurrence re-run from recorded k, v and gates)")
+      << ", outputs from recorded deltas with "
       << (shape.channel_decay ? "running products of decays per channel (no pre-decayed keys, so "
                                 "no bound on the gate is needed)"
                               : "running products of decays")
@@ -201,10 +222,11 @@ Status delta_rule_step(const CpuContext& context, StatePool& pool, int layer, St
   RSSM_RETURN_IF_ERROR(check_parameters(shape, params));
   RSSM_RETURN_IF_ERROR(check_operands(shape, params.family, options.activation, operands));
 
-  const DeltaRuleKernels& kernels = cpu::delta_rule_kernels(
-      context.isa, options.checkpoint, options.activation, shape.channel_decay);
-  DeltaRuleTask base = layer_task(shape);
+  const DeltaRuleKernels& kernels =
+      cpu::delta_rule_kernels(context.isa, options.checkpoint, shape.channel_decay);
+  DeltaRuleTask base = layer_task(shape, options, layer);
   set_parameters(base, params);
+  point_at_first_slot(base, impl, layer);
   const WorkSplit split(shape.key_heads, shape.heads_per_key(),
                         static_cast<std::int64_t>(step.rows().size()), context.thread_count());
   run_rows(
@@ -257,7 +279,7 @@ Result<std::string> delta_rule_explain(const CudaContext& context, const StatePo
 
 StateTraffic delta_rule_row_traffic(const DeltaRuleShape& shape, DType checkpoint, DType activation,
                                     ReplayLimits limits, RowKind kind, const Cursor& cursor,
-                                    std::int64_t token_count) {
+                                    std::int64_t token_count, FlushMode flush) {
   const auto state = shape.state_elements() * static_cast<std::int64_t>(size_of(checkpoint));
   const auto act = static_cast<std::int64_t>(size_of(activation));
   constexpr auto kF32 = static_cast<std::int64_t>(sizeof(float));
@@ -266,24 +288,25 @@ StateTraffic delta_rule_row_traffic(const DeltaRuleShape& shape, DType checkpoin
   const std::int64_t betas = shape.value_heads * kF32;
   const std::int64_t values = shape.value_heads * shape.value_dim * act;  // or deltas
   const bool folds = row_flushes(kind, cursor, limits);
+  const bool exact = flush == FlushMode::kExact;
   StateTraffic traffic;
   if (cursor.checkpoint_position > 0) traffic.checkpoint_read = state;
   if (folds) traffic.checkpoint_written = state;
-  // A fold reads values and betas, outputs read deltas.
-  traffic.ring_read = cursor.live() * (keys + decays + values + (folds ? betas : 0));
+  // An exact fold reads values and betas; a fast one, like outputs, reads deltas.
+  traffic.ring_read = cursor.live() * (keys + decays + values + (folds && exact ? betas : 0));
   if (kind == RowKind::kTentative) {
-    traffic.ring_written = token_count * (keys + decays + betas + 2 * values);
+    traffic.ring_written = token_count * (keys + decays + values + (exact ? values + betas : 0));
   }
   return traffic;
 }
 
-void delta_rule_fold(const CpuContext& context, const StatePoolOptions& options,
+void delta_rule_fold(const CpuContext& context, const StatePoolOptions& options, int layer,
                      const DeltaRuleShape& shape, const FoldTask& fold) {
-  DeltaRuleTask base = layer_task(shape);
+  DeltaRuleTask base = layer_task(shape, options, layer);
   // Kernels write to the ring only where they append, which a fold does not.
   point_at_records(base, [&](const char* name) { return fold.records.at(name); });
-  const DeltaRuleKernels& kernels = cpu::delta_rule_kernels(
-      context.isa, options.checkpoint, options.activation, shape.channel_decay);
+  const DeltaRuleKernels& kernels =
+      cpu::delta_rule_kernels(context.isa, options.checkpoint, shape.channel_decay);
   const WorkSplit split(shape.key_heads, shape.heads_per_key(), 1, context.thread_count());
   run_fold(context, split, kernels, fold, base, select);
 }

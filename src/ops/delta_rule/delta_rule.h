@@ -27,9 +27,9 @@ Result<std::string> delta_rule_explain(const CudaContext& context, const StatePo
 
 StateTraffic delta_rule_row_traffic(const DeltaRuleShape& shape, DType checkpoint, DType activation,
                                     ReplayLimits limits, RowKind kind, const Cursor& cursor,
-                                    std::int64_t token_count);
+                                    std::int64_t token_count, FlushMode flush);
 
-void delta_rule_fold(const CpuContext& context, const StatePoolOptions& options,
+void delta_rule_fold(const CpuContext& context, const StatePoolOptions& options, int layer,
                      const DeltaRuleShape& shape, const FoldTask& fold);
 
 }  // namespace replayssm

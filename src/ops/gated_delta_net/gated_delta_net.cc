@@ -57,14 +57,15 @@ Result<std::string> gated_delta_net_explain(const CudaContext& context, const St
 
 StateTraffic gated_delta_net_row_traffic(const GatedDeltaNetShape& shape, DType checkpoint,
                                          DType activation, ReplayLimits limits, RowKind kind,
-                                         const Cursor& cursor, std::int64_t token_count) {
+                                         const Cursor& cursor, std::int64_t token_count,
+                                         FlushMode flush) {
   return delta_rule_row_traffic(delta_rule(shape), checkpoint, activation, limits, kind, cursor,
-                                token_count);
+                                token_count, flush);
 }
 
-void fold_records(const CpuContext& context, const StatePool::Impl& pool, int,
+void fold_records(const CpuContext& context, const StatePool::Impl& pool, int layer,
                   const GatedDeltaNetShape& shape, const FoldTask& fold) {
-  delta_rule_fold(context, pool.options, delta_rule(shape), fold);
+  delta_rule_fold(context, pool.options, layer, delta_rule(shape), fold);
 }
 
 }  // namespace replayssm

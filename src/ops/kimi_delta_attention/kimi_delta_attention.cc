@@ -59,14 +59,15 @@ Result<std::string> kimi_delta_attention_explain(const CudaContext& context, con
 StateTraffic kimi_delta_attention_row_traffic(const KimiDeltaAttentionShape& shape,
                                               DType checkpoint, DType activation,
                                               ReplayLimits limits, RowKind kind,
-                                              const Cursor& cursor, std::int64_t token_count) {
+                                              const Cursor& cursor, std::int64_t token_count,
+                                              FlushMode flush) {
   return delta_rule_row_traffic(delta_rule(shape), checkpoint, activation, limits, kind, cursor,
-                                token_count);
+                                token_count, flush);
 }
 
-void fold_records(const CpuContext& context, const StatePool::Impl& pool, int,
+void fold_records(const CpuContext& context, const StatePool::Impl& pool, int layer,
                   const KimiDeltaAttentionShape& shape, const FoldTask& fold) {
-  delta_rule_fold(context, pool.options, delta_rule(shape), fold);
+  delta_rule_fold(context, pool.options, layer, delta_rule(shape), fold);
 }
 
 }  // namespace replayssm

@@ -10,13 +10,12 @@
 namespace replayssm {
 namespace cpu {
 
-const Mamba2Kernels& mamba2_kernels_generic(bool bf16_checkpoint, bool bf16_activation);
-const Mamba2Kernels& mamba2_kernels_avx2(bool bf16_checkpoint, bool bf16_activation);
-const Mamba2Kernels& mamba2_kernels_avx512(bool bf16_checkpoint, bool bf16_activation);
+const Mamba2Kernels& mamba2_kernels_generic(DType checkpoint, DType activation);
+const Mamba2Kernels& mamba2_kernels_avx2(DType checkpoint, DType activation);
+const Mamba2Kernels& mamba2_kernels_avx512(DType checkpoint, DType activation);
 
 const Mamba2Kernels& mamba2_kernels(CpuIsa isa, DType checkpoint, DType activation) {
-  return RSSM_DISPATCH_ISA(isa, mamba2_kernels, checkpoint == DType::kBF16,
-                           activation == DType::kBF16);
+  return RSSM_DISPATCH_ISA(isa, mamba2_kernels, checkpoint, activation);
 }
 
 }  // namespace cpu

@@ -70,7 +70,7 @@ LayerKernels::Rings LayerKernels::rings() {
         {"k_scale", address_of(p.ring_k_scale), &p.ring_k_scale_slot_stride,
          &p.ring_k_scale_head_stride, nullptr},
         {"v", &p.ring_v, &p.ring_v_slot_stride, &p.ring_v_head_stride, nullptr},
-        {"log_decay", address_of(p.ring_decay), &p.ring_decay_slot_stride,
+        {"decay", address_of(p.ring_decay), &p.ring_decay_slot_stride,
          &p.ring_decay_head_stride, nullptr},
         {"beta", address_of(p.ring_beta), &p.ring_beta_slot_stride, &p.ring_beta_head_stride,
          nullptr},

@@ -63,4 +63,11 @@ struct CausalConv1dKernel {
   }
 };
 
+template <typename Isa>
+CausalConv1dFunction causal_conv1d_function(DType activation) {
+  return activation == DType::kF32    ? CausalConv1dKernel<Isa, float>::run
+         : activation == DType::kBF16 ? CausalConv1dKernel<Isa, BF16>::run
+                                      : CausalConv1dKernel<Isa, F16>::run;
+}
+
 }  // namespace replayssm::cpu

@@ -2,9 +2,8 @@
 
 namespace replayssm::cpu {
 
-CausalConv1dFunction causal_conv1d_kernel_avx2(bool bf16_activation) {
-  return bf16_activation ? CausalConv1dKernel<Avx2Isa, BF16>::run
-                         : CausalConv1dKernel<Avx2Isa, float>::run;
+CausalConv1dFunction causal_conv1d_kernel_avx2(DType activation) {
+  return causal_conv1d_function<Avx2Isa>(activation);
 }
 
 }  // namespace replayssm::cpu

@@ -2,9 +2,8 @@
 
 namespace replayssm::cpu {
 
-CausalConv1dFunction causal_conv1d_kernel_avx512(bool bf16_activation) {
-  return bf16_activation ? CausalConv1dKernel<Avx512Isa, BF16>::run
-                         : CausalConv1dKernel<Avx512Isa, float>::run;
+CausalConv1dFunction causal_conv1d_kernel_avx512(DType activation) {
+  return causal_conv1d_function<Avx512Isa>(activation);
 }
 
 }  // namespace replayssm::cpu

@@ -2,9 +2,8 @@
 
 namespace replayssm::cpu {
 
-CausalConv1dFunction causal_conv1d_kernel_generic(bool bf16_activation) {
-  return bf16_activation ? CausalConv1dKernel<GenericIsa, BF16>::run
-                         : CausalConv1dKernel<GenericIsa, float>::run;
+CausalConv1dFunction causal_conv1d_kernel_generic(DType activation) {
+  return causal_conv1d_function<GenericIsa>(activation);
 }
 
 }  // namespace replayssm::cpu

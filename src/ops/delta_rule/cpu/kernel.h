@@ -8,6 +8,7 @@
 #include "replayssm/cpu.h"
 #include "replayssm/cursor.h"
 #include "replayssm/dtype.h"
+#include "replayssm/state_pool.h"
 #include "state/read_copy.h"
 
 namespace replayssm::cpu {
@@ -30,15 +31,18 @@ struct DeltaRuleTask {
   ReadCopy copy;  // of `checkpoint`; may not exist
 
   // Record ring; live record i lies at place (first_place + i) mod places.
-  void* ring_k = nullptr;           // (key_heads, places, key_dim) activation, as received
-  float* ring_k_scale = nullptr;    // (key_heads, places)
-  void* ring_v = nullptr;           // (value_heads, places, value_dim) activation
-  float* ring_log_decay = nullptr;  // (value_heads, places, 1 or key_dim)
-  float* ring_beta = nullptr;       // (value_heads, places)
-  void* ring_delta = nullptr;       // (value_heads, places, value_dim) activation
+  void* ring_k = nullptr;         // (key_heads, places, key_dim) activation, as received
+  float* ring_k_scale = nullptr;  // (key_heads, places)
+  void* ring_v = nullptr;         // (value_heads, places, value_dim) activation; null likewise
+  float* ring_decay = nullptr;    // (value_heads, places, 1 or key_dim), factors in [0, 1]
+  float* ring_beta = nullptr;     // (value_heads, places); null with a fast flush
+  void* ring_delta = nullptr;     // (value_heads, places, value_dim) activation
   std::int64_t places = 1;
   std::int64_t first_place = 0;
   std::int64_t live = 0;
+
+  FlushMode flush = FlushMode::kExact;
+  DType activation = DType::kF32;  // f32, bf16 or f16
 
   const float* a_log = nullptr;    // (value_heads) or null: zero
   const float* dt_bias = nullptr;  // (value_heads, 1 or key_dim) or null: zero
@@ -57,8 +61,8 @@ struct DeltaRuleTask {
   const void* gate = nullptr;  // raw, before dt_bias
   const void* beta = nullptr;  // raw
   void* o = nullptr;
-  bool gate_is_f32 = true;  // else the activation type
-  bool beta_is_f32 = true;
+  DType gate_type = DType::kF32;
+  DType beta_type = DType::kF32;
   std::int64_t q_token_stride = 0, q_head_stride = 0;
   std::int64_t k_token_stride = 0, k_head_stride = 0;
   std::int64_t v_token_stride = 0, v_head_stride = 0;
@@ -69,9 +73,8 @@ struct DeltaRuleTask {
 
 using DeltaRuleKernels = RowKernels<DeltaRuleTask>;
 
-/// Kernels for an instruction set, types (checkpoint and activation are f32 or bf16) and kind of
-/// decay (one per key channel, or one per head).
-const DeltaRuleKernels& delta_rule_kernels(CpuIsa isa, DType checkpoint, DType activation,
-                                           bool channel_decay);
+/// Kernels for an instruction set, a checkpoint type (f32, bf16 or f16) and a kind of decay (one
+/// per key channel, or one per head). The activation type is the task's.
+const DeltaRuleKernels& delta_rule_kernels(CpuIsa isa, DType checkpoint, bool channel_decay);
 
 }  // namespace replayssm::cpu

@@ -2,9 +2,8 @@
 
 namespace replayssm::cpu {
 
-const DeltaRuleKernels& delta_rule_kernels_avx2(bool bf16_checkpoint, bool bf16_activation,
-                                                bool channel_decay) {
-  return DeltaRuleKernelTable<Avx2Isa>::get(bf16_checkpoint, bf16_activation, channel_decay);
+const DeltaRuleKernels& delta_rule_kernels_avx2(DType checkpoint, bool channel_decay) {
+  return DeltaRuleKernelTable<Avx2Isa>::get(checkpoint, channel_decay);
 }
 
 }  // namespace replayssm::cpu

@@ -2,9 +2,8 @@
 
 namespace replayssm::cpu {
 
-const DeltaRuleKernels& delta_rule_kernels_avx512(bool bf16_checkpoint, bool bf16_activation,
-                                                  bool channel_decay) {
-  return DeltaRuleKernelTable<Avx512Isa>::get(bf16_checkpoint, bf16_activation, channel_decay);
+const DeltaRuleKernels& delta_rule_kernels_avx512(DType checkpoint, bool channel_decay) {
+  return DeltaRuleKernelTable<Avx512Isa>::get(checkpoint, channel_decay);
 }
 
 }  // namespace replayssm::cpu

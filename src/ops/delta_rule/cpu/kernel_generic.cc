@@ -2,9 +2,8 @@
 
 namespace replayssm::cpu {
 
-const DeltaRuleKernels& delta_rule_kernels_generic(bool bf16_checkpoint, bool bf16_activation,
-                                                   bool channel_decay) {
-  return DeltaRuleKernelTable<GenericIsa>::get(bf16_checkpoint, bf16_activation, channel_decay);
+const DeltaRuleKernels& delta_rule_kernels_generic(DType checkpoint, bool channel_decay) {
+  return DeltaRuleKernelTable<GenericIsa>::get(checkpoint, channel_decay);
 }
 
 }  // namespace replayssm::cpu

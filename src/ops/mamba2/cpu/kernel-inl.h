@@ -511,7 +511,7 @@ class Mamba2Kernel {
   }
 };
 
-/// The kernels of one instruction set, by [checkpoint is bf16][activation is bf16].
+/// The kernels of one instruction set.
 template <typename Isa>
 struct Mamba2KernelTable {
   template <typename State, typename Act>
@@ -520,10 +520,19 @@ struct Mamba2KernelTable {
     return {
         .fold = K::fold, .tentative = K::tentative, .flush = K::flush, .committed = K::committed};
   }
-  static constexpr Mamba2Kernels kTable[2][2] = {
-      {entry<float, float>(), entry<float, BF16>()},
-      {entry<BF16, float>(), entry<BF16, BF16>()},
-  };
+  /// By activation type.
+  template <typename State>
+  static constexpr Mamba2Kernels kRow[3] = {entry<State, float>(), entry<State, BF16>(),
+                                            entry<State, F16>()};
+  static_assert(static_cast<int>(DType::kF32) == 0 && static_cast<int>(DType::kBF16) == 1 &&
+                static_cast<int>(DType::kF16) == 2);
+
+  static const Mamba2Kernels& get(DType checkpoint, DType activation) {
+    const auto& row = checkpoint == DType::kF32    ? kRow<float>
+                      : checkpoint == DType::kBF16 ? kRow<BF16>
+                                                   : kRow<F16>;
+    return row[static_cast<int>(activation)];
+  }
 };
 
 }  // namespace replayssm::cpu

@@ -62,7 +62,7 @@ struct Mamba2Task {
 
 using Mamba2Kernels = RowKernels<Mamba2Task>;
 
-/// Kernels for an instruction set and types; checkpoint and activation are f32 or bf16.
+/// Kernels for an instruction set and types; checkpoint and activation are f32, bf16 or f16.
 const Mamba2Kernels& mamba2_kernels(CpuIsa isa, DType checkpoint, DType activation);
 
 }  // namespace replayssm::cpu

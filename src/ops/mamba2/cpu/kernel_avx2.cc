@@ -2,8 +2,8 @@
 
 namespace replayssm::cpu {
 
-const Mamba2Kernels& mamba2_kernels_avx2(bool bf16_checkpoint, bool bf16_activation) {
-  return Mamba2KernelTable<Avx2Isa>::kTable[bf16_checkpoint][bf16_activation];
+const Mamba2Kernels& mamba2_kernels_avx2(DType checkpoint, DType activation) {
+  return Mamba2KernelTable<Avx2Isa>::get(checkpoint, activation);
 }
 
 }  // namespace replayssm::cpu

@@ -2,8 +2,8 @@
 
 namespace replayssm::cpu {
 
-const Mamba2Kernels& mamba2_kernels_generic(bool bf16_checkpoint, bool bf16_activation) {
-  return Mamba2KernelTable<GenericIsa>::kTable[bf16_checkpoint][bf16_activation];
+const Mamba2Kernels& mamba2_kernels_generic(DType checkpoint, DType activation) {
+  return Mamba2KernelTable<GenericIsa>::get(checkpoint, activation);
 }
 
 }  // namespace replayssm::cpu
