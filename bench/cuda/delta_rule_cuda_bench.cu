@@ -50,7 +50,7 @@ class DeltaRuleFamily {
   }
   static StateTraffic traffic(const Case& c, const Cursor& cursor) {
     return delta_rule_row_traffic(c.geometry.shape, c.checkpoint, c.activation, c.limits(),
-                                  c.kind(), cursor, c.tokens);
+                                  c.kind(), cursor, c.tokens, FlushMode::kExact);
   }
 
   Params layer(const Case& c, std::int64_t slots, Arenas& arenas) const {
