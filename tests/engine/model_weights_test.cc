@@ -215,7 +215,8 @@ TEST(PaddingTest, PadsNeverAdvanceAnything) {
       EXPECT_TRUE(is_ok(loaded.model->forward(
           *loaded.backend, *pool, *step, *cache,
           {.rows = rows, .tokens = tokens, .logit_counts = logit_counts},
-          TensorView::contiguous(logits.data(), DType::kF32, {count, vocab}))));
+          {.logits = TensorView::contiguous(logits.data(), DType::kF32, {count, vocab}),
+           .hidden = {}})));
       EXPECT_TRUE(is_ok(pool->commit(*step, accepted)));
       out.insert(out.end(), logits.begin(), logits.end());
       position += count;
