@@ -4,11 +4,10 @@
 
 #include <algorithm>
 #include <array>
-#include <map>
 #include <string>
 
 #include "runtime/generate.h"
-#include "support/engine_harness.h"
+#include "support/model_test.h"
 #include "support/rng.h"
 
 namespace replayssm::testing {
@@ -23,22 +22,14 @@ Tokens random_tokens(std::int64_t count, std::uint64_t seed, std::int64_t vocab)
   return out;
 }
 
-class EngineTest : public ::testing::TestWithParam<const char*> {
+class EngineTest : public ModelTest {
  protected:
-  static const LoadedModel& loaded(int threads = 1) {
-    static std::map<std::pair<std::string, int>, std::unique_ptr<LoadedModel>> models;
-    auto& model = models[{GetParam(), threads}];
-    if (model == nullptr) model = std::make_unique<LoadedModel>(parity_folder(GetParam()), threads);
-    return *model;
-  }
-
   /// Between runs of different schedules (in place, by replay, in chunks), of logits of order 10. A
   /// bf16 KV cache makes more of a last bit.
   static float schedule_bound() {
     return loaded().model->description().dtype == DType::kF32 ? 1e-4f : 2e-3f;
   }
 
-  std::int64_t vocab() const { return loaded().model->description().vocab_size; }
   Tokens tokens(std::int64_t count, std::uint64_t seed) const {
     return random_tokens(count, seed, vocab());
   }
@@ -230,7 +221,7 @@ TEST_P(EngineTest, PromptRowsDoNotDependOnNeighboursOrThreads) {
   const Logits together = advance(*shared, work);
   ASSERT_FALSE(together.empty());
   for (const int threads : {2, 3}) {
-    const LoadedModel other(parity_folder(GetParam()), threads);
+    const LoadedModel other(model_folder(GetParam()), threads);
     std::size_t from = 0;
     for (const Tokens& prompt : prompts) {
       const auto alone = other.engine({.decode = DecodeMode::kPlain, .context = 64});
@@ -634,7 +625,8 @@ TEST_P(EngineTest, DecodeTraffic) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Checkpoints, EngineTest,
-                         ::testing::Values("nemotron-h-a", "nemotron-h-b", "nemotron-h-c"),
+                         ::testing::Values("nemotron-h-a", "nemotron-h-b", "nemotron-h-c",
+                                           kRandomQwen35),
                          parameter_name);
 
 }  // namespace
