@@ -63,7 +63,8 @@ Status check_draft(const std::string& source, int tokens, DecodeMode decode, int
     }
     return {};
   }
-  if (source.empty()) return invalid_argument("--draft is empty, expected none, ngram or a folder");
+  if (source.empty())
+    return invalid_argument("--draft is empty, expected none, ngram, mtp or a folder");
   if (source == "tree") {
     return unsupported("--draft tree: draft trees are not supported, drafts are chains of tokens");
   }
