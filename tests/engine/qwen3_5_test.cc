@@ -371,6 +371,36 @@ TEST(MtpDraftTest, LongPromptsAndFurtherTurns) {
   EXPECT_GT(source.checked(), 12);
 }
 
+/// A draw that fails costs its text and no other.
+TEST(MtpDraftTest, FailedDraw) {
+  const auto e = subject().loaded.engine(mtp_options(DecodeMode::kReplay, 3, 2));
+  const auto source = mtp_draft(subject().loaded, 3, 2);
+  const std::vector<Tokens> texts = {random_tokens(12, 70), random_tokens(9, 71)};
+  const auto open = [&](std::size_t i) {
+    const std::int32_t sequence = open_sequence(*e);
+    ASSERT_TRUE(is_ok(source->open(static_cast<std::int32_t>(i), texts[i])));
+    prompt_step(*e, sequence, std::span(texts[i]).first(texts[i].size() - 1));
+    ASSERT_TRUE(is_ok(source->read(static_cast<std::int32_t>(i), 0, e->hidden_states())));
+    ASSERT_TRUE(is_ok(e->close(sequence)));
+  };
+  open(0);
+  open(1);
+  Sampler bad{SamplingOptions{.temperature = -1}};
+  Sampler good{SamplingOptions{}};
+  std::vector<Draft> drafts(2);
+  EXPECT_FALSE(
+      source
+          ->draft(std::vector<DraftRequest>{{1, texts[1], 3, &good}, {0, texts[0], 3, &bad}},
+                  drafts)
+          .ok());
+  ASSERT_TRUE(is_ok(source->close(0)));
+  ASSERT_TRUE(is_ok(source->close(1)));
+  open(1);
+  drafts.assign(1, {});
+  ASSERT_TRUE(is_ok(source->draft(std::vector<DraftRequest>{{1, texts[1], 3, &good}}, drafts)));
+  EXPECT_EQ(drafts[0].tokens, oracle_drafts(subject().oracle, texts[1], 3));
+}
+
 /// The engine must keep hidden states, texts must fit, and what was not opened is not drafted for.
 TEST(MtpDraftTest, Refusals) {
   const LoadedModel& loaded = subject().loaded;

@@ -80,6 +80,7 @@ Status MtpDraft::read(std::int32_t sequence, std::int64_t position, std::span<co
                               " tokens do not fit into the context of ", options_.context);
   }
   const auto values = static_cast<std::ptrdiff_t>(pairs * hidden_size());
+  begin_pass();
   hidden_.assign(stream->hidden.begin(), stream->hidden.begin() + values);
   add_row(*stream, true, stream->filled,
           std::span(stream->text)
@@ -109,6 +110,12 @@ Result<bool> MtpDraft::check(const Stream& stream, const DraftRequest& request) 
                               " tokens do not fit into the context of ", options_.context);
   }
   return true;
+}
+
+void MtpDraft::begin_pass() {
+  rows_.clear();
+  tokens_.clear();
+  logit_counts_.clear();
 }
 
 void MtpDraft::add_row(const Stream& stream, bool prompt, std::int64_t place,
@@ -146,9 +153,6 @@ Status MtpDraft::run() {
     const std::span<const float> row = std::span(out_).subspan(last * size, size);
     hidden_.insert(hidden_.end(), row.begin(), row.end());
   }
-  rows_.clear();
-  tokens_.clear();
-  logit_counts_.clear();
   return status;
 }
 
@@ -161,6 +165,7 @@ Status MtpDraft::draft(std::span<const DraftRequest> requests, std::span<Draft> 
     RSSM_ASSIGN_OR_RETURN(const bool drafts_now, check(*stream, requests[i]));
     if (drafts_now) drafting.push_back(i);
   }
+  begin_pass();
   hidden_.clear();
   for (const std::size_t i : drafting) {
     const Stream& stream = *streams[i];
@@ -181,6 +186,7 @@ Status MtpDraft::draft(std::span<const DraftRequest> requests, std::span<Draft> 
     const auto size = static_cast<std::size_t>(hidden_size());
     std::vector<std::size_t> going_on;
     std::size_t kept = 0;
+    begin_pass();
     for (std::size_t row = 0; row < drafting.size(); ++row) {
       const std::size_t i = drafting[row];
       RSSM_RETURN_IF_ERROR(

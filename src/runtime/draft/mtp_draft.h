@@ -67,12 +67,12 @@ class MtpDraft final : public DraftSource {
   /// Whether the stream can draft for the request now: it has new hidden states.
   Result<bool> check(const Stream& stream, const DraftRequest& request) const;
 
-  /// A row of the next pass: pairs from `place` on, the last tokens.size() * hidden_size values of
-  /// hidden_ being theirs.
+  void begin_pass();
+  /// A row of the pass: pairs from `place` on. Their hidden states are in hidden_, in row order.
   void add_row(const Stream& stream, bool prompt, std::int64_t place,
                std::span<const std::int32_t> tokens);
-  /// Runs and forgets the rows. Of each, the last pair's logits are in logits_ and its output in
-  /// hidden_, where a chained pair looks for them; prompts leave neither.
+  /// Runs the rows. Of each, the last pair's logits are then in logits_ and its output in hidden_,
+  /// where a chained pair takes it from; a prompt leaves neither.
   Status run();
 
   std::string name_ = "mtp";
