@@ -36,6 +36,7 @@ struct ModelDescription {
   std::int64_t hidden_size = 0;
   std::int64_t vocab_size = 0;
   std::int64_t max_position = 0;  // longest context trained for; 0: unknown
+  std::int64_t mtp_layers = 0;    // of the multi-token-prediction head; 0: none that can be used
   std::optional<std::int32_t> bos;
   std::vector<std::int32_t> eos;
 };

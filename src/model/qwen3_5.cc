@@ -35,7 +35,6 @@ struct Config {
   std::int64_t mlp_size = 0;
   float eps = 1e-6f;
   bool tied = false;
-  std::int64_t mtp_layers = 0;
   bool mtp_embeddings = false;  // of its own
 
   std::int64_t keys() const { return delta_net.key_heads * delta_net.key_dim; }
@@ -185,7 +184,7 @@ Result<Config> read_text_config(ConfigReader& config, ConfigReader& outer) {
   d.kv_head_dim = c.attention.head_dim;
   c.mlp_size = config.integer("intermediate_size", 1, kMaxDim);
   c.eps = static_cast<float>(config.number_or("rms_norm_eps", 0, 1, 1e-6));
-  c.mtp_layers = config.integer_or("mtp_num_hidden_layers", 0, 16, 0);
+  d.mtp_layers = config.integer_or("mtp_num_hidden_layers", 0, 16, 0);
   c.mtp_embeddings = config.boolean_or("mtp_use_dedicated_embeddings", false);
   RSSM_RETURN_IF_ERROR(read_rope(config, c));
   RSSM_RETURN_IF_ERROR(config.status());
@@ -522,15 +521,15 @@ class Qwen35 final : public Model {
   }
 
   Result<std::unique_ptr<MtpHead>> load_mtp_head(Backend& backend) const override {
-    const Config& c = shared_->config;
-    if (c.mtp_layers == 0) {
-      return unsupported("mtp_num_hidden_layers is 0: this ", c.description.model_type,
+    const ModelDescription& d = description();
+    if (d.mtp_layers == 0) {
+      return unsupported("mtp_num_hidden_layers is 0: this ", d.model_type,
                          " model has no multi-token-prediction head to draft with");
     }
-    if (c.mtp_layers > 1) {
-      return unsupported("mtp_num_hidden_layers is ", c.mtp_layers, ", expected 1");
+    if (d.mtp_layers > 1) {
+      return unsupported("mtp_num_hidden_layers is ", d.mtp_layers, ", expected 1");
     }
-    if (c.mtp_embeddings) {
+    if (shared_->config.mtp_embeddings) {
       return unsupported("mtp_use_dedicated_embeddings is true, which is not supported");
     }
     return Qwen35MtpHead::load(shared_, backend);
@@ -555,7 +554,7 @@ class Qwen35 final : public Model {
     shared.lm_head = c.tied && !weights.has("lm_head.weight")
                          ? shared.embeddings
                          : weights.matrix("lm_head.weight", d.vocab_size, d.hidden_size);
-    if (c.mtp_layers > 0) {
+    if (d.mtp_layers > 0) {
       weights.check_all_used("", {kVisionPrefix, kMtpPrefix});
     } else {
       weights.check_all_used("", {kVisionPrefix});

@@ -73,6 +73,7 @@ TEST(Qwen35ConfigTest, FlatAndNested) {
     EXPECT_EQ(d->dtype, DType::kF32);
     EXPECT_EQ(d->hidden_size, 32);
     EXPECT_EQ(d->vocab_size, 264);
+    EXPECT_EQ(d->mtp_layers, 1);
     EXPECT_EQ(d->eos, (std::vector<std::int32_t>{2}));
     EXPECT_FALSE(d->bos.has_value());
   }

@@ -5,6 +5,15 @@
 
 namespace replayssm {
 
+KvCacheOptions kv_options(const ModelDescription& model, const MtpDraftOptions& options) {
+  return {.layers = 1,
+          .slots = options.sequences,
+          .capacity = options.context,
+          .kv_heads = model.kv_heads,
+          .head_dim = model.kv_head_dim,
+          .dtype = options.kv.value_or(model.dtype)};
+}
+
 MtpDraft::MtpDraft(std::shared_ptr<MtpHead> head, std::shared_ptr<Backend> backend, KvCache cache,
                    const MtpDraftOptions& options)
     : head_(std::move(head)),
@@ -23,14 +32,7 @@ Result<std::unique_ptr<MtpDraft>> MtpDraft::create(std::shared_ptr<MtpHead> head
     return invalid_argument("draft tokens is ", options.draft_tokens, ", expected 1..",
                             kMaxDraftTokens);
   }
-  const ModelDescription& model = head->description();
-  RSSM_ASSIGN_OR_RETURN(KvCache cache,
-                        KvCache::create({.layers = 1,
-                                         .slots = options.sequences,
-                                         .capacity = options.context,
-                                         .kv_heads = model.kv_heads,
-                                         .head_dim = model.kv_head_dim,
-                                         .dtype = options.kv.value_or(model.dtype)}));
+  RSSM_ASSIGN_OR_RETURN(KvCache cache, KvCache::create(kv_options(head->description(), options)));
   return std::unique_ptr<MtpDraft>(
       new MtpDraft(std::move(head), std::move(backend), std::move(cache), options));
 }

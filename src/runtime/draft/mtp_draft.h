@@ -21,6 +21,9 @@ struct MtpDraftOptions {
   std::optional<DType> kv;      // type of the head's KV cache; the model's if not set
 };
 
+/// The head's KV cache; the source and sizing both use it.
+KvCacheOptions kv_options(const ModelDescription& model, const MtpDraftOptions& options);
+
 /// The head sees pairs (hidden state of the token at p, token at p + 1) and has no recurrence:
 ///
 ///   fill    the pairs of all accepted tokens, prompts included, as one row per chunk or step; the
