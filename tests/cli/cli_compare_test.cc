@@ -18,13 +18,13 @@ class LongCompareTest : public ::testing::TestWithParam<std::tuple<std::string, 
 };
 
 TEST_P(LongCompareTest, SameTokensAndLessTraffic) {
-  const ProgramResult text =
-      cli({"compare", folder(), "--prompt", prompt(), "--max-tokens", "16", "--windows", "16"});
+  const ProgramResult text = cli({"compare", folder(), "--prompt", prompt(), "--max-tokens", "16",
+                                  "--windows", "16", "--threads", "1"});
   EXPECT_EQ(text.status, 0) << text.err;
   EXPECT_NE(text.out.find("identical"), std::string::npos);
 
-  const Json json = cli_json(
-      {"compare", folder(), "--prompt", prompt(), "--max-tokens", "512", "--windows", "1,4,16,32"});
+  const Json json = cli_json({"compare", folder(), "--prompt", prompt(), "--max-tokens", "512",
+                              "--windows", "1,4,16,32", "--threads", "1"});
   EXPECT_EQ(json["identical"], true);
   const Json* plain = nullptr;
   const Json* window16 = nullptr;
