@@ -73,6 +73,10 @@ TEST_P(LongCompareTest, SameTokensWithDrafts) {
     const Json& draft = run["draft"];
     if (draft["source"] == "none") continue;
     EXPECT_GT(draft["accepted"], 0);
+    if (draft["source"] == "mtp" && draft["tokens"] == 1) {
+      // A head with weights that are missing or misread still drafts, and nothing else shows (C89).
+      EXPECT_GT(draft["acceptance"], 0.8);
+    }
     drafted.insert(Json::array({run["decode"], draft["source"], draft["tokens"]}));
   }
   EXPECT_EQ(drafted.size(), 2 * sources.size() * 7);
@@ -97,16 +101,15 @@ INSTANTIATE_TEST_SUITE_P(Prompts, LongCompareTest,
 class HeldOutTest : public ::testing::TestWithParam<std::string> {};
 
 TEST_P(HeldOutTest, BitsPerByte) {
-  // One sample for all: trained on the same texts, the models have the same held out.
-  const std::string path = kTinyModel + "/heldout-sample.txt";
+  const std::string path = GetParam() + "/heldout-sample.txt";
   const Json json = cli_json({"perplexity", GetParam(), path, "--context", "512"});
-  EXPECT_LE(json["bits_per_byte"], 2.0);
-  // Far below would mean that a token sees itself.
-  EXPECT_GE(json["bits_per_byte"], 1.2);
-  if (GetParam() == kTinyModel) {
-    EXPECT_NEAR(json["bits_per_byte"], 1.43, 0.03) << "what it was trained to on this sample";
-  }
-  EXPECT_EQ(json["bytes"], read_text(path).size());
+  // What the models were trained to on this sample; far below would mean that a token sees itself.
+  EXPECT_NEAR(json["bits_per_byte"], GetParam() == kTinyModel ? 1.43 : 1.45, 0.03);
+  // Without a token in front of the text, its first one is not scored.
+  const bool has_bos = !read_config(GetParam()).value("bos_token_id", Json()).is_null();
+  const auto size = static_cast<std::int64_t>(read_text(path).size());
+  EXPECT_LE(json["bytes"], size);
+  EXPECT_GE(json["bytes"], has_bos ? size : size - 16);
   EXPECT_GT(json["tokens"], 10'000);
 }
 
