@@ -122,9 +122,11 @@ Result<Run> run_generation(const Session& session, std::span<const std::int32_t>
 TrafficPerToken traffic_per_token(const Generation& generation) {
   const StateTraffic& t = generation.traffic;
   const double drawn = static_cast<double>(std::max<std::int64_t>(1, generation.decode.drawn));
-  return {.read = static_cast<double>(t.checkpoint_read + t.ring_read) / drawn,
-          .written = static_cast<double>(t.checkpoint_written + t.ring_written) / drawn,
-          .checkpoint_written = static_cast<double>(t.checkpoint_written) / drawn};
+  return {
+      .read = static_cast<double>(t.checkpoint_read + t.read_copy_read + t.ring_read) / drawn,
+      .written =
+          static_cast<double>(t.checkpoint_written + t.read_copy_written + t.ring_written) / drawn,
+      .checkpoint_written = static_cast<double>(t.checkpoint_written) / drawn};
 }
 
 double tokens_per_second(const Generation& generation) {

@@ -7,13 +7,8 @@
 
 #include <cstdint>
 
+#include "replayssm/host_device.h"
 #include "replayssm/step.h"
-
-#if defined(__CUDACC__)
-#define RSSM_HOST_DEVICE __host__ __device__
-#else
-#define RSSM_HOST_DEVICE
-#endif
 
 namespace replayssm {
 

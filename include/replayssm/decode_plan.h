@@ -23,7 +23,8 @@ struct DecodePlan {
 /// The estimate is a sum over what a step must do, with the larger of memory and arithmetic time:
 ///
 ///   plain   states read and written once per token
-///   replay  states read once per token, written once per window; records read, appended and folded
+///   replay  states (or their read copies) read once per token, written once per window; records
+///           read, appended and folded
 ///
 /// On a CPU a write that follows a read costs nearly nothing while a fold costs arithmetic, so
 /// plain usually wins for f32 states and replay for bf16 ones, which it rounds once per window

@@ -107,6 +107,14 @@ typedef struct rssm_tensor {
 
 typedef struct rssm_pool rssm_pool;
 
+/* read_copy.h */
+typedef enum rssm_read_copy {
+  RSSM_READ_COPY_NONE = 0,
+  RSSM_READ_COPY_FP8_E4M3 = 1,
+  RSSM_READ_COPY_INT8 = 2,
+  RSSM_READ_COPY_NVFP4 = 3
+} rssm_read_copy;
+
 typedef struct rssm_layer {
   int64_t heads; /* Mamba-2 */
   int64_t head_dim;
@@ -114,6 +122,7 @@ typedef struct rssm_layer {
   int64_t groups;
   int64_t conv_channels; /* 0 with conv_width 0: no convolution */
   int32_t conv_width;
+  int32_t read_copy; /* rssm_read_copy */
 } rssm_layer;
 
 typedef struct rssm_pool_options {
@@ -138,6 +147,7 @@ typedef struct rssm_pool_options {
 
 typedef struct rssm_slot_bytes {
   uint64_t checkpoint;
+  uint64_t read_copy;
   uint64_t record_ring;
   uint64_t conv_ring;
   uint64_t total; /* with alignment, as allocated */

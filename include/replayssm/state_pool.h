@@ -2,6 +2,7 @@
 //
 // A slot holds one sequence. Per layer it has a page with
 //   checkpoint        the stored state after the first checkpoint_position tokens
+//   read copy         optional: the checkpoint in few bits, for the outputs of tentative rows
 //   record ring       window + draft_capacity records, that of position p at p mod places
 //   convolution ring  raw inputs of the causal convolution, addressed by position as well
 // and, shared by all layers, one Cursor. Rejecting a draft moves no data.
@@ -29,6 +30,7 @@
 #include "replayssm/cursor.h"
 #include "replayssm/device.h"
 #include "replayssm/dtype.h"
+#include "replayssm/read_copy.h"
 #include "replayssm/status.h"
 #include "replayssm/step.h"
 
@@ -88,6 +90,9 @@ const char* family_name(const RecurrenceShape& shape);
 struct LayerSpec {
   RecurrenceShape recurrence;
   ConvShape conv;
+  /// What tentative rows' outputs read of the checkpoint: itself, or a copy in few bits that is
+  /// rewritten exactly when the checkpoint is. The checkpoint does not depend on it.
+  ReadCopyFormat read_copy = ReadCopyFormat::kNone;
 
   friend bool operator==(const LayerSpec&, const LayerSpec&) = default;
 };
@@ -124,6 +129,8 @@ struct StatePoolOptions {
 struct StateTraffic {
   std::int64_t checkpoint_read = 0;
   std::int64_t checkpoint_written = 0;
+  std::int64_t read_copy_read = 0;
+  std::int64_t read_copy_written = 0;
   std::int64_t ring_read = 0;
   std::int64_t ring_written = 0;
 
@@ -133,6 +140,7 @@ struct StateTraffic {
 /// Bytes of one slot over all layers.
 struct SlotBytes {
   std::size_t checkpoint = 0;
+  std::size_t read_copy = 0;
   std::size_t record_ring = 0;
   std::size_t conv_ring = 0;
   std::size_t total = 0;  // with alignment, as allocated
@@ -207,8 +215,8 @@ class StatePool {
   /// Makes the next tentative row of `slot` flush. Only between a commit and the next step.
   Status force_flush(std::int32_t slot);
 
-  /// Bit copy of checkpoint, live records, convolution inputs and cursor onto `dst`, which may be
-  /// in any condition. src == dst is refused.
+  /// Bit copy of checkpoint, read copy, live records, convolution inputs and cursor onto `dst`,
+  /// which may be in any condition. src == dst is refused.
   Status copy(std::int32_t src, std::int32_t dst);
   /// Writes the state after `prefix` accepted tokens into `dst` as a checkpoint without records.
   /// `src` is left untouched. See StatePoolOptions::rewindable for the prefixes allowed.
@@ -218,7 +226,8 @@ class StatePool {
   Status truncate(std::int32_t slot, std::int64_t position);
 
   /// Self-describing image of a ready slot: records oldest first, positions, dtypes, layout
-  /// version, checksum. Ring geometry is not part of it.
+  /// version, checksum. Ring geometry is not part of it, nor are read copies: load makes them anew
+  /// from the checkpoint, in the format of the pool it loads into.
   Result<std::vector<std::byte>> save(std::int32_t slot) const;
   /// Replaces `slot`, in whatever condition, by a saved state. Everything is checked before
   /// anything is written. Records that do not fit this pool's window are folded.

@@ -18,6 +18,7 @@
 #include "replayssm/device.h"
 #include "replayssm/ops/causal_conv1d.h"
 #include "replayssm/ops/mamba2.h"
+#include "replayssm/read_copy.h"
 #include "replayssm/replayssm.h"
 #include "replayssm/state_pool.h"
 
@@ -51,6 +52,10 @@ static_assert(static_cast<int>(StatusCode::kInternal) == RSSM_INTERNAL);
 static_assert(static_cast<int>(DType::kF32) == RSSM_F32);
 static_assert(static_cast<int>(DType::kBF16) == RSSM_BF16);
 static_assert(static_cast<int>(DType::kF16) == RSSM_F16);
+static_assert(static_cast<int>(ReadCopyFormat::kNone) == RSSM_READ_COPY_NONE);
+static_assert(static_cast<int>(ReadCopyFormat::kFp8E4M3) == RSSM_READ_COPY_FP8_E4M3);
+static_assert(static_cast<int>(ReadCopyFormat::kInt8) == RSSM_READ_COPY_INT8);
+static_assert(static_cast<int>(ReadCopyFormat::kNvfp4) == RSSM_READ_COPY_NVFP4);
 static_assert(static_cast<int>(RowKind::kCommitted) == RSSM_ROW_COMMITTED);
 static_assert(static_cast<int>(RowKind::kTentative) == RSSM_ROW_TENTATIVE);
 static_assert(TensorView::kMaxRank == RSSM_MAX_RANK);
@@ -156,11 +161,16 @@ Result<StatePoolOptions> pool_options(const rssm_pool_options* o) {
   StatePoolOptions out;
   for (std::int64_t i = 0; i < o->layer_count; ++i) {
     const rssm_layer& l = o->layers[i];
+    if (l.read_copy < RSSM_READ_COPY_NONE || l.read_copy > RSSM_READ_COPY_NVFP4) {
+      return invalid_argument("layer ", i, ": read_copy is ", l.read_copy,
+                              ", expected 0 (none), 1 (fp8-e4m3), 2 (int8) or 3 (nvfp4)");
+    }
     out.layers.push_back({.recurrence = Mamba2Shape{.heads = l.heads,
                                                     .head_dim = l.head_dim,
                                                     .state_size = l.state_size,
                                                     .groups = l.groups},
-                          .conv = {.channels = l.conv_channels, .width = l.conv_width}});
+                          .conv = {.channels = l.conv_channels, .width = l.conv_width},
+                          .read_copy = static_cast<ReadCopyFormat>(l.read_copy)});
   }
   out.slots = o->slots;
   out.limits = {.window = o->window, .draft_capacity = o->draft_capacity};
@@ -245,7 +255,11 @@ rssm_status rssm_pool_bytes_per_slot(const rssm_pool_options* options, rssm_slot
     RSSM_RETURN_IF_ERROR(check_not_null("bytes", bytes));
     RSSM_ASSIGN_OR_RETURN(const StatePoolOptions o, pool_options(options));
     RSSM_ASSIGN_OR_RETURN(const SlotBytes found, StatePool::bytes_per_slot(o));
-    *bytes = {found.checkpoint, found.record_ring, found.conv_ring, found.total};
+    *bytes = {.checkpoint = found.checkpoint,
+              .read_copy = found.read_copy,
+              .record_ring = found.record_ring,
+              .conv_ring = found.conv_ring,
+              .total = found.total};
     return {};
   });
 }

@@ -52,4 +52,27 @@ __device__ __forceinline__ float mamba2_decay(float a, float time_step) {
   return exp_f32(__fmul_rn(a, time_step));
 }
 
+/// Log-decay of Gated DeltaNet and of Kimi Delta Attention's first form: -exp(A_log) softplus(raw +
+/// bias).
+__device__ __forceinline__ float softplus_log_decay(float a_log, float raw_plus_bias) {
+  return __fsub_rn(0.0f, __fmul_rn(exp_f32(a_log), softplus(raw_plus_bias)));
+}
+
+/// 1 / (1 + e^-x).
+__device__ __forceinline__ float sigmoid(float x) {
+  return __fdiv_rn(1.0f, __fadd_rn(1.0f, exp_f32(__fsub_rn(0.0f, x))));
+}
+
+/// Log-decay of Kimi Delta Attention's second form: lower_bound sigmoid(exp(A_log) (raw + bias)).
+__device__ __forceinline__ float bounded_log_decay(float a_log, float raw_plus_bias,
+                                                   float lower_bound) {
+  return __fmul_rn(lower_bound, sigmoid(__fmul_rn(exp_f32(a_log), raw_plus_bias)));
+}
+
+/// Write strength of the delta rule: sigmoid(raw), or twice that where the model allows negative
+/// eigenvalues.
+__device__ __forceinline__ float delta_rule_beta(float raw, bool doubled) {
+  return __fmul_rn(doubled ? 2.0f : 1.0f, sigmoid(raw));
+}
+
 }  // namespace replayssm::cuda

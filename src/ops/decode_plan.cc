@@ -25,6 +25,27 @@ constexpr double kEncodeOps = 7;           // and to round to it
 /// this much time.
 constexpr double kBf16Patience = 1.25;
 
+/// What an element of a read copy costs, in scalar code on one core.
+struct CopyCost {
+  double bits = 0;
+  double decode = 0;  // seconds
+  double encode = 0;
+};
+
+CopyCost copy_cost(ReadCopyFormat format) {
+  switch (format) {
+    case ReadCopyFormat::kNone:
+      return {};
+    case ReadCopyFormat::kFp8E4M3:
+      return {.bits = 8.25, .decode = 0.25e-9, .encode = 2.5e-9};
+    case ReadCopyFormat::kInt8:
+      return {.bits = 8.25, .decode = 0.1e-9, .encode = 1.7e-9};
+    case ReadCopyFormat::kNvfp4:
+      return {.bits = 4.52, .decode = 0.45e-9, .encode = 4.5e-9};
+  }
+  return {};
+}
+
 double lanes(CpuIsa isa) {
   switch (isa) {
     case CpuIsa::kGeneric:
@@ -47,6 +68,7 @@ double last_level_cache_bytes() {
 }
 
 struct Machine {
+  double threads;
   double bandwidth;  // bytes/s
   double ops;        // element operations/s
 };
@@ -97,7 +119,8 @@ Work work_of(const KimiDeltaAttentionShape& shape, double activation) {
   return work_of(delta_rule(shape), activation);
 }
 
-Seconds layer_seconds(const Machine& machine, const Work& work, const StatePoolOptions& options) {
+Seconds layer_seconds(const Machine& machine, const Work& work, const StatePoolOptions& options,
+                      ReadCopyFormat copy) {
   const auto width = static_cast<double>(size_of(options.checkpoint));
   const bool narrow = options.checkpoint != DType::kF32;
   const double decode = narrow ? kDecodeOps : 0;
@@ -108,11 +131,20 @@ Seconds layer_seconds(const Machine& machine, const Work& work, const StatePoolO
   const auto time = [&](double memory, double ops_per_element) {
     return std::max(memory, work.elements * ops_per_element / machine.ops);
   };
+  // Steps of replay read the copy where there is one; whoever writes the checkpoint writes it, too.
+  const CopyCost cost = copy_cost(copy);
+  const double copy_read = work.elements * cost.bits / 8 / machine.bandwidth;
+  const double copy_decode = work.elements * cost.decode / machine.threads;
+  const double copy_encode = work.elements * cost.encode / machine.threads;
+  const double replay_read = copy == ReadCopyFormat::kNone
+                                 ? time(read, work.read_ops + decode)
+                                 : time(copy_read, work.read_ops) + copy_decode;
   const double ring = (window + 1) / 2 * work.record_bytes / machine.bandwidth;
   Seconds seconds;
-  seconds.plain = time(rewrite, work.plain_ops + decode + encode);
-  seconds.replay = ((window - 1) * time(read, work.read_ops + decode) +
-                    time(rewrite, work.read_ops + work.fold_ops * window + decode + encode)) /
+  seconds.plain = time(rewrite, work.plain_ops + decode + encode) + copy_encode;
+  seconds.replay = ((window - 1) * replay_read +
+                    time(rewrite, work.read_ops + work.fold_ops * window + decode + encode) +
+                    copy_encode + copy_decode) /
                        window +
                    ring;
   return seconds;
@@ -129,14 +161,15 @@ Result<DecodePlan> choose_decode(const CpuContext& context, const StatePoolOptio
   const double resident = static_cast<double>(bytes.checkpoint) * static_cast<double>(sequences);
   const bool cached = resident < last_level_cache_bytes();
   const double threads = context.thread_count();
-  const Machine machine{.bandwidth = threads * (cached ? kCacheBandwidth : kMemoryBandwidth),
+  const Machine machine{.threads = threads,
+                        .bandwidth = threads * (cached ? kCacheBandwidth : kMemoryBandwidth),
                         .ops = threads * kClock * kOpsPerCycle * lanes(context.isa)};
   DecodePlan plan;
   for (const LayerSpec& layer : options.layers) {
     const auto activation = static_cast<double>(size_of(options.activation));
     const Work work =
         std::visit([&](const auto& shape) { return work_of(shape, activation); }, layer.recurrence);
-    const Seconds seconds = layer_seconds(machine, work, options);
+    const Seconds seconds = layer_seconds(machine, work, options, layer.read_copy);
     plan.plain_seconds += seconds.plain;
     plan.replay_seconds += seconds.replay;
   }

@@ -20,6 +20,7 @@ void fold_between_slots(const CpuContext& context, StatePool::Impl& pool, int la
   FoldTask fold;
   if (cursor.checkpoint_position > 0) fold.checkpoint_in = pool.field(layer, src, checkpoint);
   fold.checkpoint = pool.field(layer, dst, checkpoint);
+  fold.copy = pool.read_copy(layer, dst);
   for (const Field& f : layout.fields) {
     if (f.kind == FieldKind::kRecord) fold.records.add(f.name, pool.field(layer, src, f));
   }
@@ -35,6 +36,7 @@ void fold_external(const CpuContext& context, StatePool::Impl& pool, int layer,
   FoldTask fold;
   fold.checkpoint_in = checkpoint;
   fold.checkpoint = pool.field(layer, dst, pool.layout(layer).field("checkpoint"));
+  fold.copy = pool.read_copy(layer, dst);
   fold.records = records;
   fold.places = std::max<std::int64_t>(1, count);
   fold.count = count;

@@ -14,6 +14,7 @@ namespace replayssm {
 struct FoldTask {
   const std::byte* checkpoint_in = nullptr;
   std::byte* checkpoint = nullptr;
+  ReadCopy copy;  // of `checkpoint`, written if it exists
   RecordPointers records;
   std::int64_t places = 1;
   std::int64_t first_place = 0;

@@ -52,6 +52,7 @@ void run_fold(const CpuContext& context, const WorkSplit& split,
               const Select& select) {
   base.checkpoint_in = fold.checkpoint_in;
   base.checkpoint = fold.checkpoint;
+  base.copy = fold.copy;
   base.places = fold.places;
   base.first_place = fold.first_place;
   base.live = fold.count;
@@ -64,12 +65,22 @@ void run_fold(const CpuContext& context, const WorkSplit& split,
   });
 }
 
-/// Adds row_traffic(row, cursor) of every row that is not padding.
+/// Adds row_traffic(row, cursor) of every row that is not padding. Where the layer has a read copy,
+/// rows that leave the checkpoint as it is read the copy in its place, and the others write both.
 template <typename RowTraffic>
-void add_traffic(StatePool::Impl& pool, const Step& step, const RowTraffic& row_traffic) {
+void add_traffic(StatePool::Impl& pool, int layer, const Step& step,
+                 const RowTraffic& row_traffic) {
+  const auto copy = static_cast<std::int64_t>(pool.layout(layer).read_copy_bytes());
   for (const StepRow& row : step.rows()) {
     if (row.slot < 0) continue;
-    pool.traffic += row_traffic(row, pool.slots[static_cast<std::size_t>(row.slot)].cursor);
+    StateTraffic t = row_traffic(row, pool.slots[static_cast<std::size_t>(row.slot)].cursor);
+    if (copy > 0 && t.checkpoint_written > 0) {
+      t.read_copy_written = copy;
+    } else if (copy > 0 && t.checkpoint_read > 0) {
+      t.read_copy_read = copy;
+      t.checkpoint_read = 0;
+    }
+    pool.traffic += t;
   }
 }
 

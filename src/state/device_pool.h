@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "ops/delta_rule/operands.h"
 #include "replayssm/ops/causal_conv1d.h"
 #include "replayssm/ops/mamba2.h"
 #include "replayssm/state_pool.h"
@@ -82,7 +83,10 @@ class DevicePool {
 
   virtual Status mamba2_step(Stream stream, int layer, const Mamba2Params& params,
                              const Mamba2Operands& operands) = 0;
-  virtual Result<std::string> mamba2_explain(int layer, std::int64_t rows) const = 0;
+  virtual Status delta_rule_step(Stream stream, int layer, const DeltaRuleParams& params,
+                                 const DeltaRuleOperands& operands) = 0;
+  /// The launch of a layer's recurrence for a step of `rows` rows.
+  virtual Result<std::string> explain(int layer, std::int64_t rows) const = 0;
   virtual Status causal_conv1d_step(Stream stream, int layer,
                                     const CausalConv1dOperands& operands) = 0;
 };

@@ -1,6 +1,8 @@
 #include "state/layout.h"
 
+#include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "ops/delta_rule/shape.h"
 #include "state/device_pool.h"
@@ -121,6 +123,12 @@ class RecurrenceFields {
   RecurrenceFields(PageLayout& layout, const StatePoolOptions& options)
       : layout_(layout), options_(options) {}
 
+  void add(const LayerSpec& spec) {
+    layout_.read_copy = read_copy_shape(spec.recurrence, spec.read_copy);
+    std::visit([&](const auto& shape) { add(shape); }, spec.recurrence);
+  }
+
+ private:
   void add(const Mamba2Shape& shape) {
     checkpoint(shape.heads, shape.head_dim * shape.state_size);
     record("x", options_.activation, shape.heads, shape.head_dim);
@@ -129,8 +137,6 @@ class RecurrenceFields {
   }
   void add(const GatedDeltaNetShape& shape) { add(delta_rule(shape)); }
   void add(const KimiDeltaAttentionShape& shape) { add(delta_rule(shape)); }
-
- private:
   void add(const DeltaRuleShape& shape) {
     checkpoint(shape.value_heads, shape.key_dim * shape.value_dim);
     // What the op received, for folds: k, its scale to unit length, v, and both gates.
@@ -147,6 +153,20 @@ class RecurrenceFields {
     add_field(layout_, {.name = "checkpoint",
                         .kind = FieldKind::kCheckpoint,
                         .dtype = options_.checkpoint,
+                        .outer = outer,
+                        .inner = inner});
+    const ReadCopyShape& copy = layout_.read_copy;
+    if (copy.format == ReadCopyFormat::kNone) return;
+    read_copy("copy_codes", DType::kU8, outer, copy.rows * copy.code_row_bytes());
+    if (copy.row_blocks() > 0) {
+      read_copy("copy_block_scales", DType::kU8, outer, copy.rows * copy.row_blocks());
+    }
+    read_copy("copy_scales", DType::kF32, outer, copy.head_scales());
+  }
+  void read_copy(const char* name, DType dtype, std::int64_t outer, std::int64_t inner) {
+    add_field(layout_, {.name = name,
+                        .kind = FieldKind::kReadCopy,
+                        .dtype = dtype,
                         .outer = outer,
                         .inner = inner});
   }
@@ -172,6 +192,83 @@ const Field& PageLayout::field(const char* name) const {
   return fields.front();  // unreachable: names are the literals above
 }
 
+namespace {
+
+/// f(offset on the CPU, offset on a CUDA device) in elements of every element of a head's state.
+template <typename F>
+void for_each_element(const DeltaRuleShape& shape, F f) {
+  for (std::int64_t tile = 0; tile < shape.value_dim; tile += kDeltaRuleTile) {
+    const std::int64_t pitch = std::min(kDeltaRuleTile, shape.value_dim - tile);
+    for (std::int64_t k = 0; k < shape.key_dim; ++k) {
+      for (std::int64_t c = 0; c < pitch; ++c) {
+        f(tile * shape.key_dim + k * pitch + c, (tile + c) * shape.key_dim + k);
+      }
+    }
+  }
+}
+
+template <std::size_t kBytes>
+void reorder(const DeltaRuleShape& shape, const std::byte* from, std::byte* to, bool to_cuda) {
+  const auto head_bytes = static_cast<std::size_t>(shape.key_dim * shape.value_dim) * kBytes;
+  for (std::int64_t head = 0; head < shape.value_heads; ++head) {
+    for_each_element(shape, [&](std::int64_t cpu, std::int64_t cuda) {
+      const std::int64_t source = to_cuda ? cpu : cuda;
+      const std::int64_t target = to_cuda ? cuda : cpu;
+      std::memcpy(to + static_cast<std::size_t>(target) * kBytes,
+                  from + static_cast<std::size_t>(source) * kBytes, kBytes);
+    });
+    from += head_bytes;
+    to += head_bytes;
+  }
+}
+
+void convert_checkpoint(const RecurrenceShape& shape, const Field& field, const std::byte* from,
+                        std::byte* to, bool to_cuda) {
+  std::visit(
+      [&](const auto& s) {
+        if constexpr (std::is_same_v<std::decay_t<decltype(s)>, Mamba2Shape>) {
+          std::memcpy(to, from, field.bytes());
+        } else if (size_of(field.dtype) == 4) {
+          reorder<4>(delta_rule(s), from, to, to_cuda);
+        } else {
+          reorder<2>(delta_rule(s), from, to, to_cuda);
+        }
+      },
+      shape);
+}
+
+}  // namespace
+
+void checkpoint_from_cuda(const RecurrenceShape& shape, const Field& field, const std::byte* from,
+                          std::byte* to) {
+  convert_checkpoint(shape, field, from, to, false);
+}
+
+void checkpoint_to_cuda(const RecurrenceShape& shape, const Field& field, const std::byte* from,
+                        std::byte* to) {
+  convert_checkpoint(shape, field, from, to, true);
+}
+
+ReadCopy PageLayout::read_copy_in(std::byte* page) const {
+  ReadCopy copy;
+  copy.shape = read_copy;
+  if (read_copy.format == ReadCopyFormat::kNone) return copy;
+  copy.codes = reinterpret_cast<std::uint8_t*>(page + field("copy_codes").offset);
+  if (read_copy.row_blocks() > 0) {
+    copy.block_scales = reinterpret_cast<std::uint8_t*>(page + field("copy_block_scales").offset);
+  }
+  copy.scales = reinterpret_cast<float*>(page + field("copy_scales").offset);
+  return copy;
+}
+
+std::size_t PageLayout::read_copy_bytes() const {
+  std::size_t sum = 0;
+  for (const Field& f : fields) {
+    if (f.kind == FieldKind::kReadCopy) sum += f.bytes();
+  }
+  return sum;
+}
+
 Result<std::vector<PageLayout>> page_layouts(const StatePoolOptions& options) {
   RSSM_RETURN_IF_ERROR(check_options(options));
   std::vector<PageLayout> layouts;
@@ -182,7 +279,7 @@ Result<std::vector<PageLayout>> page_layouts(const StatePoolOptions& options) {
         std::visit([&](const auto& s) { return check_recurrence(layer, s); }, spec.recurrence));
     RSSM_RETURN_IF_ERROR(check_conv(layer, spec.conv));
     PageLayout layout;
-    std::visit([&](const auto& s) { RecurrenceFields(layout, options).add(s); }, spec.recurrence);
+    RecurrenceFields(layout, options).add(spec);
     if (spec.conv.width > 0) {
       add_field(layout, {.name = "conv",
                          .kind = FieldKind::kConv,

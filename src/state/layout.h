@@ -11,11 +11,13 @@
 #include <vector>
 
 #include "replayssm/state_pool.h"
+#include "state/read_copy.h"
 
 namespace replayssm {
 
 enum class FieldKind : std::uint8_t {
   kCheckpoint,  // places == 1
+  kReadCopy,    // places == 1; made from the checkpoint
   kRecord,      // a ring over positions, window + draft_capacity places
   kConv,        // a ring over positions of raw convolution inputs
 };
@@ -30,6 +32,8 @@ struct Field {
   std::int64_t inner = 0;
   std::size_t offset = 0;  // bytes from the page's start
 
+  /// Not a ring: one entry, which means something once a sequence has a checkpoint.
+  bool is_state() const { return kind == FieldKind::kCheckpoint || kind == FieldKind::kReadCopy; }
   std::size_t inner_bytes() const { return static_cast<std::size_t>(inner) * size_of(dtype); }
   std::size_t entry_bytes() const { return static_cast<std::size_t>(outer) * inner_bytes(); }
   std::size_t bytes() const { return static_cast<std::size_t>(places) * entry_bytes(); }
@@ -38,8 +42,12 @@ struct Field {
 struct PageLayout {
   std::vector<Field> fields;
   std::size_t bytes = 0;  // from the first field's start to the last one's end
+  ReadCopyShape read_copy;
 
   const Field& field(const char* name) const;
+  /// Where the read copy lies in a page; one that does not exist if the layer has none.
+  ReadCopy read_copy_in(std::byte* page) const;
+  std::size_t read_copy_bytes() const;
 };
 
 /// The record fields of one layer by name, each (outer, places, inner).
@@ -62,6 +70,14 @@ class RecordPointers {
   std::array<Field, kMaxFields> fields_{};
   std::size_t count_ = 0;
 };
+
+/// A page's checkpoint on a CUDA device to a saved state's order of elements, and back. Saved
+/// states have the order of pages on the CPU; a recurrence whose kernels want another one on the
+/// device says so here and nowhere else. `from` and `to` do not overlap.
+void checkpoint_from_cuda(const RecurrenceShape& shape, const Field& field, const std::byte* from,
+                          std::byte* to);
+void checkpoint_to_cuda(const RecurrenceShape& shape, const Field& field, const std::byte* from,
+                        std::byte* to);
 
 /// Checks geometry, types and limits; the layouts of all layers in order.
 Result<std::vector<PageLayout>> page_layouts(const StatePoolOptions& options);

@@ -43,13 +43,20 @@ struct StatePool::Impl {
   /// Makes the step's rows the device's current ones if another step's have taken their place.
   Status select_rows(const CudaContext& cuda, const Step& step);
 
-  /// Address of a field of a page, in the memory of the pool's device.
-  std::byte* field(int layer, std::int64_t slot, const Field& f) {
+  /// Address of a slot's page, in the memory of the pool's device.
+  std::byte* page(int layer, std::int64_t slot) {
     return base + layer_offset[static_cast<std::size_t>(layer)] +
-           static_cast<std::size_t>(slot) * stride[static_cast<std::size_t>(layer)] + f.offset;
+           static_cast<std::size_t>(slot) * stride[static_cast<std::size_t>(layer)];
+  }
+  /// Address of a field of a page.
+  std::byte* field(int layer, std::int64_t slot, const Field& f) {
+    return page(layer, slot) + f.offset;
   }
   const std::byte* field(int layer, std::int64_t slot, const Field& f) const {
     return const_cast<Impl*>(this)->field(layer, slot, f);
+  }
+  ReadCopy read_copy(int layer, std::int64_t slot) {
+    return layout(layer).read_copy_in(page(layer, slot));
   }
   const RecurrenceShape& recurrence(int layer) const {
     return options.layers[static_cast<std::size_t>(layer)].recurrence;

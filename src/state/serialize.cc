@@ -1,5 +1,7 @@
 // Saved states: the image format of StatePool::save and load.
 //
+// Read copies are not part of it: they are functions of the checkpoint.
+//
 //   magic, version | model id | types | geometry of every layer | cursor | first convolution
 //   position per layer: checkpoint (absent at position 0), record fields oldest first, convolution
 //   inputs oldest first | FNV-1a 64 of everything before
@@ -153,7 +155,8 @@ Result<Image> parse(std::span<const std::byte> bytes, const StatePool::Impl& poo
     auto& fields = image.fields.emplace_back();
     for (const Field& f : pool.layouts[layer].fields) {
       const std::int64_t entries =
-          f.kind == FieldKind::kCheckpoint ? (cursor.checkpoint_position > 0 ? 1 : 0)
+          f.kind == FieldKind::kReadCopy     ? 0
+          : f.kind == FieldKind::kCheckpoint ? (cursor.checkpoint_position > 0 ? 1 : 0)
           : f.kind == FieldKind::kRecord
               ? cursor.live()
               : cursor.position - conv_history_begin(pool.options.layers[layer], image.conv_from);
@@ -191,7 +194,8 @@ Result<std::vector<std::byte>> StatePool::Impl::save(const CudaContext* cuda,
   out.value(cursor.position);
   out.value(static_cast<std::uint8_t>(cursor.force_flush));
   out.value(conv_from);
-  std::vector<std::byte> staging;  // a device's page
+  std::vector<std::byte> staging;    // a device's page
+  std::vector<std::byte> reordered;  // its checkpoint
   for (int layer = 0; static_cast<std::size_t>(layer) < layouts.size(); ++layer) {
     const LayerSpec& spec = pool.options.layers[static_cast<std::size_t>(layer)];
     if (cuda != nullptr) {
@@ -201,8 +205,15 @@ Result<std::vector<std::byte>> StatePool::Impl::save(const CudaContext* cuda,
     for (const Field& f : pool.layout(layer).fields) {
       const std::byte* data =
           cuda != nullptr ? staging.data() + f.offset : pool.field(layer, slot, f);
+      if (f.kind == FieldKind::kReadCopy) continue;
       if (f.kind == FieldKind::kCheckpoint) {
-        if (cursor.checkpoint_position > 0) out.bytes(data, f.bytes());
+        if (cursor.checkpoint_position == 0) continue;
+        if (cuda != nullptr) {
+          reordered.resize(f.bytes());
+          checkpoint_from_cuda(spec.recurrence, f, data, reordered.data());
+          data = reordered.data();
+        }
+        out.bytes(data, f.bytes());
       } else {
         const std::int64_t first = f.kind == FieldKind::kRecord
                                        ? cursor.checkpoint_position
@@ -237,6 +248,7 @@ Status StatePool::Impl::load(const CpuContext& cpu, const CudaContext* cuda, std
   for (int layer = 0; static_cast<std::size_t>(layer) < layouts.size(); ++layer) {
     const PageLayout& layout = pool.layout(layer);
     if (cuda != nullptr) staging.assign(layout.bytes, std::byte{0xff});
+    std::byte* page = cuda != nullptr ? staging.data() : pool.page(layer, slot);
     const LayerSpec& spec = pool.options.layers[static_cast<std::size_t>(layer)];
     RecordPointers records;
     std::vector<std::vector<std::byte>> repacked;
@@ -244,10 +256,15 @@ Status StatePool::Impl::load(const CpuContext& cpu, const CudaContext* cuda, std
     for (std::size_t i = 0; i < layout.fields.size(); ++i) {
       const Field& f = layout.fields[i];
       const auto saved = image.fields[static_cast<std::size_t>(layer)][i];
-      std::byte* data = cuda != nullptr ? staging.data() + f.offset : pool.field(layer, slot, f);
+      std::byte* data = page + f.offset;
+      if (f.kind == FieldKind::kReadCopy) continue;
       if (f.kind == FieldKind::kCheckpoint) {
         if (saved.empty()) continue;
-        std::memcpy(data, saved.data(), saved.size());
+        if (cuda != nullptr) {
+          checkpoint_to_cuda(spec.recurrence, f, saved.data(), data);
+        } else {
+          std::memcpy(data, saved.data(), saved.size());
+        }
         checkpoint = data;
       } else if (f.kind == FieldKind::kConv) {
         const std::int64_t begin = conv_history_begin(spec, image.conv_from);
@@ -261,6 +278,11 @@ Status StatePool::Impl::load(const CpuContext& cpu, const CudaContext* cuda, std
       } else {
         read_entries(f, f.places, data, saved, cursor.checkpoint_position, cursor.live());
       }
+    }
+    // A fold makes the copy of what it stores.
+    if (checkpoint != nullptr && !folds) {
+      encode_read_copy(cpu, layout.read_copy_in(page), checkpoint, pool.options.checkpoint,
+                       layout.field("checkpoint").outer);
     }
     const std::int64_t live = image.cursor.live();
     if (cuda != nullptr) {

@@ -106,6 +106,8 @@ const char* to_string(RowKind kind) {
 StateTraffic& StateTraffic::operator+=(const StateTraffic& other) {
   checkpoint_read += other.checkpoint_read;
   checkpoint_written += other.checkpoint_written;
+  read_copy_read += other.read_copy_read;
+  read_copy_written += other.read_copy_written;
   ring_read += other.ring_read;
   ring_written += other.ring_written;
   return *this;
@@ -124,6 +126,7 @@ Result<SlotBytes> StatePool::bytes_per_slot(const StatePoolOptions& options) {
   for (const PageLayout& layout : layouts) {
     for (const Field& field : layout.fields) {
       (field.kind == FieldKind::kCheckpoint ? bytes.checkpoint
+       : field.kind == FieldKind::kReadCopy ? bytes.read_copy
        : field.kind == FieldKind::kRecord   ? bytes.record_ring
                                             : bytes.conv_ring) += field.bytes();
     }
@@ -385,7 +388,7 @@ Status StatePool::Impl::poison_unused(const CudaContext* cuda, std::int32_t slot
   for (int layer = 0; static_cast<std::size_t>(layer) < layouts.size(); ++layer) {
     for (const Field& f : layout(layer).fields) {
       std::byte* data = field(layer, slot, f);
-      if (f.kind == FieldKind::kCheckpoint) {
+      if (f.is_state()) {
         if (cursor.checkpoint_position == 0) std::memset(data, kPoisonByte, f.bytes());
         continue;
       }
@@ -497,7 +500,7 @@ Status StatePool::Impl::copy(const CudaContext* cuda, std::int32_t src, std::int
   }
   for (int layer = 0; static_cast<std::size_t>(layer) < layouts.size(); ++layer) {
     for (const Field& f : layout(layer).fields) {
-      if (f.kind == FieldKind::kCheckpoint) {
+      if (f.is_state()) {
         if (cursor.checkpoint_position > 0) {
           std::memcpy(field(layer, dst, f), field(layer, src, f), f.bytes());
         }

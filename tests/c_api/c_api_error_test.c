@@ -30,6 +30,16 @@ static void options_are_checked(void) {
   options.layers = NULL;
   CHECK_REFUSED(rssm_pool_create(&options, &pool), RSSM_INVALID_ARGUMENT, "layers", "NULL");
   options = good_options();
+  rssm_layer layer = kLayer;
+  layer.read_copy = 4;
+  options.layers = &layer;
+  CHECK_REFUSED(rssm_pool_create(&options, &pool), RSSM_INVALID_ARGUMENT, "layer 0",
+                "read_copy is 4");
+  layer.read_copy = RSSM_READ_COPY_NVFP4;
+  rssm_slot_bytes bytes;
+  CHECK_OK(rssm_pool_bytes_per_slot(&options, &bytes));
+  CHECK(bytes.read_copy == 2 * (16 * 64 / 2 + 16 * 4 + 4));
+  options.layers = NULL;
   options.layer_count = -1;
   CHECK_REFUSED(rssm_pool_create(&options, &pool), RSSM_INVALID_ARGUMENT, "layers", "-1");
   options = good_options();

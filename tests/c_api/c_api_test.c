@@ -87,6 +87,7 @@ static rssm_pool* make_pool(int32_t window) {
   rssm_slot_bytes bytes;
   CHECK_OK(rssm_pool_bytes_per_slot(&options, &bytes));
   CHECK(bytes.checkpoint == kHeads * kHeadDim * kState * sizeof(float));
+  CHECK(bytes.read_copy == 0);
   CHECK(bytes.total >= bytes.checkpoint + bytes.record_ring + bytes.conv_ring);
   int64_t slots = 0;
   CHECK_OK(rssm_pool_slots_for_budget(&options, 5 * bytes.total, &slots));

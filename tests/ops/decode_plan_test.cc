@@ -48,6 +48,21 @@ TEST(DecodePlan, FamiliesAreOrderedByTheirWork) {
   EXPECT_LT(g.replay_seconds, k.replay_seconds);
 }
 
+// Plain decoding would encode a copy per token that nobody reads.
+TEST(DecodePlan, ReadCopiesAskForReplay) {
+  for (const RecurrenceShape& shape : kShapes) {
+    const DecodePlan without = choose_decode(kContext, layers_of(shape, 1), 64).value();
+    for (const ReadCopyFormat format :
+         {ReadCopyFormat::kFp8E4M3, ReadCopyFormat::kInt8, ReadCopyFormat::kNvfp4}) {
+      StatePoolOptions options = layers_of(shape, 1);
+      options.layers[0].read_copy = format;
+      const DecodePlan with = choose_decode(kContext, options, 64).value();
+      EXPECT_TRUE(with.replay) << with.reason;
+      EXPECT_GT(with.plain_seconds, 2 * without.plain_seconds) << to_string(format);
+    }
+  }
+}
+
 TEST(DecodePlan, WithoutSequencesIsRefused) {
   EXPECT_TRUE(refused(choose_decode(kContext, layers_of(kShapes[1], 1), 0),
                       StatusCode::kInvalidArgument, {"sequences is 0", "at least 1"}));

@@ -80,10 +80,12 @@ struct DeltaCase : StepCase {
   /// are q, k and v. bf16 checkpoints: a rounding per window or committed token, which decays with
   /// the state.
   double bound() const {
+    if (read_copy != ReadCopyFormat::kNone) return read_copy_bound();
     if (checkpoint == DType::kBF16) return 2e-2;
     if (activation == DType::kBF16) return conv_width == 0 ? 8e-3 : 2e-2;
-    return 1e-5;
+    return f32_bound;
   }
+  double f32_bound = 1e-5;
 };
 
 inline std::ostream& operator<<(std::ostream& out, const DeltaCase& c) { return out << c.name; }

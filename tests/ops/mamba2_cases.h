@@ -33,9 +33,6 @@ struct Mamba2Case : StepCase {
   float dt_min = 0.0f;
   float dt_max = std::numeric_limits<float>::infinity();
   Decay decay = Decay::kUsual;
-  /// Operands begin at, and their rows are spread by, multiples of this many elements; the gaps of
-  /// 1 are odd.
-  std::int64_t unit = 1;
 
   std::int64_t inner() const { return shape.heads * shape.head_dim; }
   std::int64_t bc() const { return shape.groups * shape.state_size; }
@@ -55,6 +52,7 @@ struct Mamba2Case : StepCase {
   /// activations: y itself is rounded (2^-9 at most), and with a convolution so are x, B and C.
   /// bf16 checkpoints: a rounding per window or committed token, which decays with the state.
   double bound() const {
+    if (read_copy != ReadCopyFormat::kNone) return read_copy_bound();
     if (checkpoint == DType::kBF16) return 2e-2;
     if (activation == DType::kBF16) return conv_width == 0 ? 4e-3 : 1.5e-2;
     return 1e-5;

@@ -298,6 +298,61 @@ TEST(StatePoolSizing, C36_C90_SizesAreExact) {
       1'000'000);
 }
 
+// A read copy is codes, nvfp4 block scales, and fp32 scales of rows or tiles of 16; nothing else
+// changes.
+TEST(StatePoolSizing, ReadCopiesAreExact) {
+  StatePoolOptions options = small_options();
+  // (heads, rows, width): the small layer's, then (3, 24, 48), (2, 40, 24) and (4, 8, 8).
+  options.layers.push_back({Mamba2Shape{3, 24, 48, 1}, {}});
+  options.layers.push_back({GatedDeltaNetShape{1, 2, 24, 40}, {}});
+  options.layers.push_back({KimiDeltaAttentionShape{4, 8, 8}, {}});
+  const SlotBytes plain = StatePool::bytes_per_slot(options).value();
+  EXPECT_EQ(plain.read_copy, 0u);
+  const auto with = [&](ReadCopyFormat format) {
+    for (LayerSpec& layer : options.layers) layer.read_copy = format;
+    return StatePool::bytes_per_slot(options).value();
+  };
+  const std::size_t elements = 4 * 8 * 16 + 3 * 24 * 48 + 2 * 40 * 24 + 4 * 8 * 8;
+  const std::size_t rows = 4 * 8 + 3 * 24 + 2 * 40 + 4 * 8;
+  const std::size_t blocks = 4 * 8 * 1 + 3 * 24 * 3 + 2 * 40 * 2 + 4 * 8 * 1;
+  const std::size_t tiles = 4 * 1 + 3 * 2 + 2 * 3 + 4 * 1;
+  EXPECT_EQ(with(ReadCopyFormat::kInt8).read_copy, elements + 4 * rows);
+  EXPECT_EQ(with(ReadCopyFormat::kFp8E4M3).read_copy, elements + 4 * rows);
+  const SlotBytes nvfp4 = with(ReadCopyFormat::kNvfp4);
+  EXPECT_EQ(nvfp4.read_copy, elements / 2 + blocks + 4 * tiles);
+  EXPECT_EQ(nvfp4.checkpoint, plain.checkpoint);
+  EXPECT_EQ(nvfp4.record_ring, plain.record_ring);
+  EXPECT_EQ(nvfp4.conv_ring, plain.conv_ring);
+  EXPECT_GE(nvfp4.total, plain.total + nvfp4.read_copy);
+  EXPECT_LE(nvfp4.total, plain.total + nvfp4.read_copy + 4 * 4 * 64);
+}
+
+// Planes follow the checkpoint in the page, each at a multiple of 64 bytes, heads one after
+// another.
+TEST(StatePoolLayout, ReadCopyFollowsTheCheckpoint) {
+  StatePoolOptions options = small_options();
+  options.layers = {LayerSpec{Mamba2Shape{3, 24, 48, 1}, {}, ReadCopyFormat::kNvfp4}};
+  Result<StatePool> pool = StatePool::create(options);
+  ASSERT_TRUE(is_ok(pool));
+  StatePool::Impl& impl = pool->impl();
+  const std::size_t codes_at = 3 * 24 * 48 * 4;
+  const std::size_t blocks_at = codes_at + (3 * 24 * 24 + 63) / 64 * 64;
+  const std::size_t scales_at = blocks_at + (3 * 24 * 3 + 63) / 64 * 64;
+  for (const std::int32_t slot : {0, 2}) {
+    const ReadCopy copy = impl.read_copy(0, slot);
+    ASSERT_TRUE(copy.exists());
+    std::byte* page = impl.page(0, slot);
+    EXPECT_EQ(reinterpret_cast<std::byte*>(copy.codes), page + codes_at);
+    EXPECT_EQ(reinterpret_cast<std::byte*>(copy.block_scales), page + blocks_at);
+    EXPECT_EQ(reinterpret_cast<std::byte*>(copy.scales), page + scales_at);
+  }
+  EXPECT_EQ(impl.layout(0).read_copy.head_scales(), 2);
+  options.layers[0].read_copy = ReadCopyFormat::kNone;
+  Result<StatePool> plain = StatePool::create(options);
+  ASSERT_TRUE(is_ok(plain));
+  EXPECT_FALSE(plain->impl().read_copy(0, 0).exists());
+}
+
 TEST(StatePoolSizing, AlignmentCountsTowardsTheTotal) {
   StatePoolOptions options = small_options();
   const SlotBytes tight = StatePool::bytes_per_slot(options).value();

@@ -1,5 +1,5 @@
-// Steps of a pool in device memory: what Mamba2Runner does on the CPU, with the operands carried to
-// the device and the outputs back.
+// Steps of a pool in device memory: what a family's runner does on the CPU, with the operands
+// carried to the device and the outputs back.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -61,34 +61,54 @@ class DeviceFloats {
   std::vector<cuda::DeviceBytes> memory_;
 };
 
-class Mamba2CudaRunner : public Mamba2Runner {
+/// A family's runner with steps, commits and convolutions on the device.
+template <typename Base>
+class CudaRunnerOf : public Base {
  public:
-  Mamba2CudaRunner(const Mamba2Model& model, StatePool& pool, cudaStream_t stream = nullptr)
-      : Mamba2Runner(model, pool, {}), cuda_(0, stream) {}
+  using typename Base::LayerBuffers;
+
+  template <typename Model>
+  CudaRunnerOf(const Model& model, StatePool& pool, cudaStream_t stream = nullptr)
+      : Base(model, pool, {}), cuda_(0, stream) {}
 
   const CudaContext& cuda() const { return cuda_; }
 
   Result<Step> begin(const std::vector<StepRow>& rows) override {
-    return pool().begin_step(cuda_, std::span<const StepRow>(rows));
+    return this->pool().begin_step(cuda_, std::span<const StepRow>(rows));
   }
   Status end(Step& step, const std::vector<std::int64_t>& accepted) override {
-    return pool().commit(cuda_, step, std::span<const std::int64_t>(accepted));
+    return this->pool().commit(cuda_, step, std::span<const std::int64_t>(accepted));
   }
   Status convolve(int layer, Step& step, LayerBuffers& b) override {
     const DeviceImage u(b.u.bytes());
     const DeviceImage conv(b.conv_out.bytes());
     DeviceFloats floats;
-    CausalConv1dOperands o = conv_operands(layer, b);
+    CausalConv1dOperands o = this->conv_operands(layer, b);
     o.u = u.view(o.u);
     o.out = conv.view(o.out);
     o.weight = floats.put(o.weight);
     o.bias = floats.put(o.bias);
-    RSSM_RETURN_IF_ERROR(causal_conv1d_step(cuda_, pool(), layer, step, o));
+    RSSM_RETURN_IF_ERROR(causal_conv1d_step(cuda_, this->pool(), layer, step, o));
     RSSM_RETURN_IF_ERROR(wait());
     u.download(b.u.data());
     conv.download(b.conv_out.data());
     return {};
   }
+
+ protected:
+  Status wait() const {
+    const cudaError_t error = cudaStreamSynchronize(static_cast<cudaStream_t>(cuda_.stream));
+    if (error == cudaSuccess) return {};
+    return make_status(StatusCode::kInternal, "test step: ", cudaGetErrorString(error));
+  }
+
+  CudaContext cuda_;
+};
+
+class Mamba2CudaRunner : public CudaRunnerOf<Mamba2Runner> {
+ public:
+  using CudaRunnerOf::CudaRunnerOf;
+
   Status recurrence(int layer, Step& step, LayerBuffers& b) override {
     // Operands of no tokens have no memory to carry.
     const DeviceImage u(b.u.bytes());
@@ -113,15 +133,6 @@ class Mamba2CudaRunner : public Mamba2Runner {
     conv.download(b.conv_out.data());
     return {};
   }
-
- private:
-  Status wait() const {
-    const cudaError_t error = cudaStreamSynchronize(static_cast<cudaStream_t>(cuda_.stream));
-    if (error == cudaSuccess) return {};
-    return make_status(StatusCode::kInternal, "test step: ", cudaGetErrorString(error));
-  }
-
-  CudaContext cuda_;
 };
 
 /// A case in the shapes and types that CUDA kernels take.

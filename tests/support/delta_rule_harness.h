@@ -37,10 +37,11 @@ class DeltaModel {
     for (int i = 0; i < case_.layers; ++i) layers_.push_back(make_layer(rng));
   }
 
-  /// The same layers for plain decoding: f32 checkpoints and the smallest window.
+  /// The same layers for plain decoding: f32 checkpoints, no read copies, the smallest window.
   DeltaModel plain() const {
     DeltaModel model = *this;
     model.case_.checkpoint = DType::kF32;
+    model.case_.read_copy = ReadCopyFormat::kNone;
     model.case_.limits = {1, 1};
     model.case_.rewindable = false;
     return model;
@@ -187,12 +188,11 @@ class DeltaRunner : public RunnerOf<DeltaRunner, DeltaModel> {
     const DeltaCase& c = model_->test_case();
     const DeltaRuleShape& s = c.shape;
     const std::int64_t tokens = step.token_end() + more_tokens;
-    const std::int64_t guard = c.strided ? 3 : 0;
-    // Heads spread out, but only where the convolution does not make them.
-    const std::int64_t spread = c.strided && c.conv_width == 0 ? 5 : 0;
+    const std::int64_t guard = c.guard();
+    const std::int64_t spread = c.spread();
     const std::int64_t key_width = s.key_heads * (s.key_dim + spread);
     const std::int64_t value_width = s.value_heads * (s.value_dim + spread);
-    const std::int64_t gate_pitch = s.decays() + (s.channel_decay && c.strided ? 7 : 0);
+    const std::int64_t gate_pitch = s.decays() + (s.channel_decay && c.strided ? 7 * c.unit : 0);
 
     // [guard | q k v | guard], as a model's input projection lays them out.
     const std::int64_t qkv_width = 2 * key_width + value_width;
@@ -200,7 +200,7 @@ class DeltaRunner : public RunnerOf<DeltaRunner, DeltaModel> {
                      TokenBuffer(c.gate_type, tokens, s.value_heads * gate_pitch + guard),
                      TokenBuffer(c.gate_type, tokens, s.value_heads + guard),
                      TokenBuffer(c.activation, tokens, value_width + 2 * guard),
-                     TokenBuffer(c.activation, tokens, c.conv_channels() + guard + 1),
+                     TokenBuffer(c.activation, tokens, c.conv_channels() + guard + c.unit),
                      {},
                      {},
                      {},
@@ -243,7 +243,10 @@ class DeltaRunner : public RunnerOf<DeltaRunner, DeltaModel> {
     return out;
   }
 
-  Status recurrence(int layer, Step& step, const LayerBuffers& b) {
+  virtual Status convolve(int layer, Step& step, LayerBuffers& buffers) {
+    return RunnerOf::convolve(layer, step, buffers);
+  }
+  virtual Status recurrence(int layer, Step& step, LayerBuffers& b) {
     if (model_->test_case().family == DeltaFamily::kGated) {
       return gated_delta_net_step(context_, *pool_, layer, step,
                                   model_->op_params<GatedDeltaNetParams>(layer),

@@ -34,10 +34,11 @@ class Mamba2Model {
     for (int i = 0; i < case_.layers; ++i) layers_.push_back(make_layer(rng));
   }
 
-  /// The same layers for plain decoding: f32 checkpoints and the smallest window.
+  /// The same layers for plain decoding: f32 checkpoints, no read copies, the smallest window.
   Mamba2Model plain() const {
     Mamba2Model model = *this;
     model.case_.checkpoint = DType::kF32;
+    model.case_.read_copy = ReadCopyFormat::kNone;
     model.case_.limits = {1, 1};
     model.case_.rewindable = false;
     return model;
@@ -170,11 +171,10 @@ class Mamba2Runner : public RunnerOf<Mamba2Runner, Mamba2Model> {
   LayerBuffers buffers(int layer, std::span<const StepRow> placed, std::int64_t tokens,
                        std::span<const RowSpec> rows) {
     const Mamba2Case& c = model_->test_case();
-    const std::int64_t guard = !c.strided ? 0 : c.unit == 1 ? 3 : c.unit;
+    const std::int64_t guard = c.guard();
     // Head rows of x, z and y spread out, but only where the convolution does not make x.
     const std::int64_t p = c.shape.head_dim;
-    const std::int64_t p_stride =
-        c.strided && c.conv_width == 0 ? p + (c.unit == 1 ? 5 : c.unit) : p;
+    const std::int64_t p_stride = p + c.spread();
     const std::int64_t inner = c.shape.heads * p_stride;
     const std::int64_t bc = c.bc();
     const bool shared_dt = c.strided && c.dt_type == c.activation;

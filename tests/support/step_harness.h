@@ -72,6 +72,9 @@ class OracleOf {
   const std::vector<double>& state(int layer) const {
     return layers_[static_cast<std::size_t>(layer)].recurrence.state();
   }
+  std::vector<double>& state(int layer) {
+    return layers_[static_cast<std::size_t>(layer)].recurrence.state();
+  }
 
  private:
   struct Layer {

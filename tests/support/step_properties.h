@@ -176,7 +176,7 @@ void expect_tentative_step_writes_its_own_places_only(const Model& model) {
     for (int layer = 0; layer < pool.layer_count(); ++layer) {
       const PageLayout& layout = pool.impl().layout(layer);
       for (const Field& field : layout.fields) {
-        if (field.kind == FieldKind::kCheckpoint) continue;
+        if (field.is_state()) continue;
         for (std::int64_t outer = 0; outer < field.outer; ++outer) {
           for (std::int64_t position = 9; position < 12; ++position) {
             const std::int64_t entry = outer * field.places + position % field.places;

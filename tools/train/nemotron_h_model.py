@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from layers import causal_conv, inverse_softplus
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -104,20 +106,6 @@ def chunk_states(added: Tensor, log_total: Tensor) -> Tensor:
     entering = weights @ per_head.flatten(4)  # (batch, groups, per_group, to, state * dim)
     entering = entering.unflatten(-1, (state, width // per_group))
     return entering.permute(0, 3, 1, 4, 2, 5).flatten(4)
-
-
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Depthwise causal convolution; x (batch, length, channels), weight (channels, 1, kernel).
-
-    A sum over shifted copies: the library's depthwise kernels are slow backwards.
-    """
-    kernel = weight.shape[-1]
-    taps = weight.squeeze(1).to(x.dtype)
-    padded = F.pad(x, (0, 0, kernel - 1, 0))
-    out = bias.to(x.dtype)
-    for k in range(kernel):
-        out = torch.addcmul(out, padded[:, k : k + x.shape[1]], taps[:, k])
-    return out
 
 
 class RmsNorm(nn.Module):
@@ -273,7 +261,3 @@ class NemotronH(nn.Module):
                 p.normal_(std=residual_scale * p.shape[1] ** -0.5)
             else:
                 p.normal_(std=p.shape[1] ** -0.5)
-
-
-def inverse_softplus(y: Tensor) -> Tensor:
-    return y + torch.log(-torch.expm1(-y))

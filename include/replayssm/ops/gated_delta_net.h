@@ -30,6 +30,12 @@
 // operation order, one encode. With an f32 checkpoint the state is bit-equal to plain decoding's.
 // Outputs then read the new checkpoint.
 //
+// With a read copy (LayerSpec::read_copy) S0 is decode(copy) in d_t and o_t of tentative rows: they
+// are the recurrence from the copy over the live records and the row's tokens. The copy is that of
+// the checkpoint as it is stored, encoded anew wherever the checkpoint is. Folds take k, v and
+// gates, never d, so committed rows and checkpoints are bit-equal to those of a pool without
+// copies.
+//
 // Types: q, k, v, o of the pool's activation type (f32, bf16); a and b that type or f32; parameters
 // f32; checkpoint f32 or bf16; arithmetic fp32. Results do not depend on the other rows of the step
 // or on the number of threads.
@@ -39,6 +45,7 @@
 #include <string>
 
 #include "replayssm/cpu.h"
+#include "replayssm/cuda.h"
 #include "replayssm/state_pool.h"
 #include "replayssm/tensor.h"
 
@@ -71,11 +78,26 @@ Status gated_delta_net_step(const CpuContext& context, StatePool& pool, int laye
                             const GatedDeltaNetParams& params,
                             const GatedDeltaNetOperands& operands);
 
+/// On a CUDA pool: the pointers of params and operands are device memory of the pool's device,
+/// aligned to 16 bytes, with strides of q, k and v that are multiples of 16 bytes. One launch on
+/// the context's stream; it allocates nothing, does not wait, and may be captured in a graph.
+/// key_dim and value_dim are multiples of 16 up to 256, types f32/f32, f32/bf16 and bf16/bf16
+/// (checkpoint/activation). Results differ from the CPU's in the order of sums; fp32 numbers are
+/// multiplied as two or three terms on the tensor cores.
+Status gated_delta_net_step(const CudaContext& context, StatePool& pool, int layer, Step& step,
+                            const GatedDeltaNetParams& params,
+                            const GatedDeltaNetOperands& operands);
+
 /// Which kernel gated_delta_net_step runs for this pool and layer, and why; or why none can.
 Result<std::string> gated_delta_net_explain(const CpuContext& context, const StatePool& pool,
                                             int layer);
 
-/// Bytes the state and the ring of one row of one layer move in a step (see StateTraffic).
+/// The same for a CUDA pool and a step of `rows` rows, on which the launch shape depends.
+Result<std::string> gated_delta_net_explain(const CudaContext& context, const StatePool& pool,
+                                            int layer, std::int64_t rows);
+
+/// Bytes the state and the ring of one row of one layer without a read copy move in a step (see
+/// StateTraffic).
 StateTraffic gated_delta_net_row_traffic(const GatedDeltaNetShape& shape, DType checkpoint,
                                          DType activation, ReplayLimits limits, RowKind kind,
                                          const Cursor& cursor, std::int64_t token_count);

@@ -1,6 +1,6 @@
 // Kimi Delta Attention step: Gated DeltaNet with a decay per key channel and keys of its own for
 // every head (Kimi Team, "Kimi Linear", 2025). What gated_delta_net.h says of committed and
-// tentative rows, flushes, records and chunking holds here, with alpha a vector:
+// tentative rows, flushes, records, read copies and chunking holds here, with alpha a vector:
 //
 //   alpha = exp(-exp(A_log) softplus(a + dt_bias))                     without lower_bound
 //   alpha = exp(lower_bound sigmoid(exp(A_log) (a + dt_bias)))         with lower_bound
@@ -21,6 +21,7 @@
 #include <string>
 
 #include "replayssm/cpu.h"
+#include "replayssm/cuda.h"
 #include "replayssm/state_pool.h"
 #include "replayssm/tensor.h"
 
@@ -55,11 +56,26 @@ Status kimi_delta_attention_step(const CpuContext& context, StatePool& pool, int
                                  const KimiDeltaAttentionParams& params,
                                  const KimiDeltaAttentionOperands& operands);
 
+/// On a CUDA pool: the pointers of params and operands are device memory of the pool's device,
+/// aligned to 16 bytes, with strides of q, k and v that are multiples of 16 bytes. One launch on
+/// the context's stream; it allocates nothing, does not wait, and may be captured in a graph.
+/// key_dim and value_dim are multiples of 16 up to 256, types f32/f32, f32/bf16 and bf16/bf16
+/// (checkpoint/activation). Results differ from the CPU's in the order of sums; fp32 numbers are
+/// multiplied as two or three terms on the tensor cores.
+Status kimi_delta_attention_step(const CudaContext& context, StatePool& pool, int layer, Step& step,
+                                 const KimiDeltaAttentionParams& params,
+                                 const KimiDeltaAttentionOperands& operands);
+
 /// Which kernel kimi_delta_attention_step runs for this pool and layer, and why; or why none can.
 Result<std::string> kimi_delta_attention_explain(const CpuContext& context, const StatePool& pool,
                                                  int layer);
 
-/// Bytes the state and the ring of one row of one layer move in a step (see StateTraffic).
+/// The same for a CUDA pool and a step of `rows` rows, on which the launch shape depends.
+Result<std::string> kimi_delta_attention_explain(const CudaContext& context, const StatePool& pool,
+                                                 int layer, std::int64_t rows);
+
+/// Bytes the state and the ring of one row of one layer without a read copy move in a step (see
+/// StateTraffic).
 StateTraffic kimi_delta_attention_row_traffic(const KimiDeltaAttentionShape& shape,
                                               DType checkpoint, DType activation,
                                               ReplayLimits limits, RowKind kind,

@@ -26,6 +26,10 @@
 // encode. With an f32 checkpoint the state is bit-equal to plain decoding's. Outputs then read the
 // new checkpoint. The row's tokens are appended as records {x, B, dt} either way.
 //
+// With a read copy (LayerSpec::read_copy) S0 in y_t is decode(copy). The copy is that of the
+// checkpoint as it is stored, encoded anew wherever the checkpoint is; nothing but y_t reads it, so
+// committed rows and checkpoints are bit-equal to those of a pool without copies.
+//
 // A is the pool's (StatePool::set_mamba2_a).
 //
 // Types: x, B, C, z, y of the pool's activation type (f32, bf16); dt_raw that type or f32;
@@ -84,7 +88,8 @@ Result<std::string> mamba2_explain(const CpuContext& context, const StatePool& p
 Result<std::string> mamba2_explain(const CudaContext& context, const StatePool& pool, int layer,
                                    std::int64_t rows);
 
-/// Bytes the state and the ring of one row of one layer move in a step (see StateTraffic).
+/// Bytes the state and the ring of one row of one layer without a read copy move in a step (see
+/// StateTraffic).
 StateTraffic mamba2_row_traffic(const Mamba2Shape& shape, DType checkpoint, DType activation,
                                 ReplayLimits limits, RowKind kind, const Cursor& cursor,
                                 std::int64_t token_count);

@@ -57,6 +57,16 @@ __device__ __forceinline__ void mbarrier_arrive_expect(std::uint64_t* barrier,
 #endif
 }
 
+/// Announces `bytes` that bulk copies will complete on the barrier, without arriving.
+__device__ __forceinline__ void mbarrier_expect(std::uint64_t* barrier, std::uint32_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+#endif
+}
+
 __device__ __forceinline__ bool mbarrier_test(std::uint64_t* barrier, std::uint32_t parity) {
   std::uint32_t done;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -87,6 +97,12 @@ __device__ __forceinline__ void mbarrier_wait(std::uint64_t* barrier, std::uint3
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)),
                "l"(global)
+               : "memory");
+}
+
+/// 4 bytes from global to shared memory.
+__device__ __forceinline__ void copy_async_4(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global)
                : "memory");
 }
 

@@ -116,6 +116,7 @@ void point_at_slot(DeltaRuleTask& task, StatePool::Impl& pool, int layer, std::i
   const PageLayout& layout = pool.layout(layer);
   task.checkpoint = pool.field(layer, slot, layout.field("checkpoint"));
   task.checkpoint_in = cursor.checkpoint_position == 0 ? nullptr : task.checkpoint;
+  task.copy = pool.read_copy(layer, slot);
   point_at_records(task,
                    [&](const char* name) { return pool.field(layer, slot, layout.field(name)); });
   task.places = pool.options.limits.record_places();
@@ -131,7 +132,7 @@ void set_parameters(DeltaRuleTask& task, const DeltaRuleParams& params) {
   task.beta_doubled = params.beta_doubled;
   task.normalize = params.normalize;
   task.norm_epsilon = params.norm_epsilon;
-  task.q_scale = params.scale.value_or(1.0f / std::sqrt(static_cast<float>(task.key_dim)));
+  task.q_scale = params.q_scale(task.key_dim);
 }
 
 void point_at_tokens(DeltaRuleTask& task, const StepRow& row, const DeltaRuleOperands& o) {
@@ -164,6 +165,30 @@ void select(DeltaRuleTask& task, const WorkSplit::Item& item) {
   task.appends_key = item.first;
 }
 
+void count_traffic(StatePool::Impl& pool, int layer, const DeltaRuleShape& shape,
+                   const Step& step) {
+  const StatePoolOptions& options = pool.options;
+  add_traffic(pool, layer, step, [&](const StepRow& row, const Cursor& cursor) {
+    return delta_rule_row_traffic(shape, options.checkpoint, options.activation, options.limits,
+                                  row.kind, cursor, row.token_count);
+  });
+}
+
+std::string describe(const char* family, const DeltaRuleShape& shape,
+                     const StatePoolOptions& options, int layer) {
+  std::ostringstream out;
+  out << family << " " << shape.value_heads << "x" << shape.key_dim << "x" << shape.value_dim
+      << ", " << shape.key_heads << " key heads, checkpoint " << to_string(options.checkpoint)
+      << ", activation " << to_string(options.activation)
+      << ", exact flush (recurrence re-run from recorded k, v and gates), outputs from recorded "
+      << "deltas with "
+      << (shape.channel_decay ? "running products of decays per channel (no pre-decayed keys, so "
+                                "no bound on the gate is needed)"
+                              : "running products of decays")
+      << explain_read_copy(options.layers[static_cast<std::size_t>(layer)]);
+  return std::move(out).str();
+}
+
 }  // namespace
 
 Status delta_rule_step(const CpuContext& context, StatePool& pool, int layer, Step& step,
@@ -192,27 +217,42 @@ Status delta_rule_step(const CpuContext& context, StatePool& pool, int layer, St
       },
       select);
 
-  add_traffic(impl, step, [&](const StepRow& row, const Cursor& cursor) {
-    return delta_rule_row_traffic(shape, options.checkpoint, options.activation, options.limits,
-                                  row.kind, cursor, row.token_count);
-  });
+  count_traffic(impl, layer, shape, step);
+  StatePool::Impl::leave(step, layer, StatePool::Impl::kRecurrencePart);
+  return {};
+}
+
+Status delta_rule_step(const CudaContext& context, StatePool& pool, int layer, Step& step,
+                       const DeltaRuleShape& shape, const DeltaRuleParams& params,
+                       const DeltaRuleOperands& operands) {
+  StatePool::Impl& impl = pool.impl();
+  RSSM_RETURN_IF_ERROR(impl.enter(&context, step, layer, StatePool::Impl::kRecurrencePart,
+                                  operands.q.rank > 0 ? operands.q.shape[0] : 0));
+  RSSM_RETURN_IF_ERROR(check_parameters(shape, params));
+  RSSM_RETURN_IF_ERROR(check_operands(shape, params.family, impl.options.activation, operands));
+  RSSM_RETURN_IF_ERROR(impl.select_rows(context, step));
+  RSSM_RETURN_IF_ERROR(impl.gpu->delta_rule_step(context.stream, layer, params, operands));
+  if (!impl.cursors_on_device) count_traffic(impl, layer, shape, step);
   StatePool::Impl::leave(step, layer, StatePool::Impl::kRecurrencePart);
   return {};
 }
 
 std::string delta_rule_explain(const CpuContext& context, const StatePoolOptions& options,
-                               const char* family, const DeltaRuleShape& shape) {
+                               int layer, const char* family, const DeltaRuleShape& shape) {
   std::ostringstream out;
-  out << family << " " << shape.value_heads << "x" << shape.key_dim << "x" << shape.value_dim
-      << ", " << shape.key_heads << " key heads: cpu " << to_string(context.isa) << ", checkpoint "
-      << to_string(options.checkpoint) << ", activation " << to_string(options.activation)
-      << ", exact flush (recurrence re-run from recorded k, v and gates), outputs from recorded "
-      << "deltas with "
-      << (shape.channel_decay ? "running products of decays per channel (no pre-decayed keys, so "
-                                "no bound on the gate is needed)"
-                              : "running products of decays")
-      << "; " << context.thread_count() << " threads over (row, key head)";
+  out << describe(family, shape, options, layer) << ": cpu " << to_string(context.isa) << ", "
+      << context.thread_count() << " threads over (row, key head)";
   return std::move(out).str();
+}
+
+Result<std::string> delta_rule_explain(const CudaContext& context, const StatePool& pool, int layer,
+                                       const char* family, const DeltaRuleShape& shape,
+                                       std::int64_t rows) {
+  const StatePool::Impl& impl = pool.impl();
+  RSSM_RETURN_IF_ERROR(impl.check_device(&context));
+  RSSM_ASSIGN_OR_RETURN(const std::string kernel, impl.gpu->explain(layer, rows));
+  return describe(family, shape, impl.options, layer) + ": " + to_string(impl.options.device) +
+         " " + kernel;
 }
 
 StateTraffic delta_rule_row_traffic(const DeltaRuleShape& shape, DType checkpoint, DType activation,

@@ -34,6 +34,7 @@ class DeltaRuleReference {
   std::vector<double> step(const DeltaRuleToken& token);
 
   /// (value_heads, key_dim, value_dim)
+  std::vector<double>& state() { return state_; }
   const std::vector<double>& state() const { return state_; }
 
  private:

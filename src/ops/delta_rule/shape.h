@@ -8,10 +8,10 @@
 
 namespace replayssm {
 
-/// Columns of a head's state that are stored together: the checkpoint is (value_heads, tiles,
-/// key_dim, columns of the tile), and the last tile has what remains of value_dim. A recurrence
-/// needs two passes over the state per token, the first to find the delta; a tile stays in L1
-/// between them.
+/// Columns of a head's state that are stored together on the CPU: the checkpoint is (value_heads,
+/// tiles, key_dim, columns of the tile), and the last tile has what remains of value_dim. A
+/// recurrence needs two passes over the state per token, the first to find the delta; a tile stays
+/// in L1 between them. (On a CUDA device it is (value_heads, value_dim, key_dim).)
 inline constexpr std::int64_t kDeltaRuleTile = 32;
 
 struct DeltaRuleShape {

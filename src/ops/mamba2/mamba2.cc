@@ -75,6 +75,7 @@ void point_at_slot(Mamba2Task& task, StatePool::Impl& pool, int layer, std::int3
   const PageLayout& layout = pool.layout(layer);
   task.checkpoint = pool.field(layer, slot, layout.field("checkpoint"));
   task.checkpoint_in = cursor.checkpoint_position == 0 ? nullptr : task.checkpoint;
+  task.copy = pool.read_copy(layer, slot);
   task.ring_x = pool.field(layer, slot, layout.field("x"));
   task.ring_b = pool.field(layer, slot, layout.field("b"));
   task.ring_dt = reinterpret_cast<float*>(pool.field(layer, slot, layout.field("dt")));
@@ -120,19 +121,20 @@ void select(Mamba2Task& task, const WorkSplit::Item& item) {
   task.appends_b = item.first;
 }
 
-void count_traffic(StatePool::Impl& pool, const Mamba2Shape& shape, const Step& step) {
+void count_traffic(StatePool::Impl& pool, int layer, const Mamba2Shape& shape, const Step& step) {
   const StatePoolOptions& options = pool.options;
-  add_traffic(pool, step, [&](const StepRow& row, const Cursor& cursor) {
+  add_traffic(pool, layer, step, [&](const StepRow& row, const Cursor& cursor) {
     return mamba2_row_traffic(shape, options.checkpoint, options.activation, options.limits,
                               row.kind, cursor, row.token_count);
   });
 }
 
-std::string describe(const Mamba2Shape& shape, const StatePoolOptions& options) {
+std::string describe(const Mamba2Shape& shape, const StatePoolOptions& options, int layer) {
   std::ostringstream out;
   out << "mamba2 " << shape.heads << "x" << shape.head_dim << "x" << shape.state_size << ", "
       << shape.groups << " groups, checkpoint " << to_string(options.checkpoint) << ", activation "
-      << to_string(options.activation) << ", exact flush";
+      << to_string(options.activation) << ", exact flush"
+      << explain_read_copy(options.layers[static_cast<std::size_t>(layer)]);
   return std::move(out).str();
 }
 
@@ -165,7 +167,7 @@ Status mamba2_step(const CpuContext& context, StatePool& pool, int layer, Step& 
       },
       select);
 
-  count_traffic(impl, shape, step);
+  count_traffic(impl, layer, shape, step);
   StatePool::Impl::leave(step, layer, StatePool::Impl::kRecurrencePart);
   return {};
 }
@@ -181,7 +183,7 @@ Status mamba2_step(const CudaContext& context, StatePool& pool, int layer, Step&
   RSSM_RETURN_IF_ERROR(check_operands(shape, impl.options.activation, operands));
   RSSM_RETURN_IF_ERROR(impl.select_rows(context, step));
   RSSM_RETURN_IF_ERROR(impl.gpu->mamba2_step(context.stream, layer, params, operands));
-  if (!impl.cursors_on_device) count_traffic(impl, shape, step);
+  if (!impl.cursors_on_device) count_traffic(impl, layer, shape, step);
   StatePool::Impl::leave(step, layer, StatePool::Impl::kRecurrencePart);
   return {};
 }
@@ -191,7 +193,7 @@ Result<std::string> mamba2_explain(const CpuContext& context, const StatePool& p
   RSSM_RETURN_IF_ERROR(impl.check_device(nullptr));
   RSSM_ASSIGN_OR_RETURN(const Mamba2Shape* shape, impl.shape_of<Mamba2Shape>(layer, "mamba2"));
   std::ostringstream out;
-  out << describe(*shape, impl.options) << ": cpu " << to_string(context.isa) << ", "
+  out << describe(*shape, impl.options, layer) << ": cpu " << to_string(context.isa) << ", "
       << context.thread_count() << " threads over (row, group)";
   return std::move(out).str();
 }
@@ -201,8 +203,9 @@ Result<std::string> mamba2_explain(const CudaContext& context, const StatePool& 
   const StatePool::Impl& impl = pool.impl();
   RSSM_RETURN_IF_ERROR(impl.check_device(&context));
   RSSM_ASSIGN_OR_RETURN(const Mamba2Shape* shape, impl.shape_of<Mamba2Shape>(layer, "mamba2"));
-  RSSM_ASSIGN_OR_RETURN(const std::string kernel, impl.gpu->mamba2_explain(layer, rows));
-  return describe(*shape, impl.options) + ": " + to_string(impl.options.device) + " " + kernel;
+  RSSM_ASSIGN_OR_RETURN(const std::string kernel, impl.gpu->explain(layer, rows));
+  return describe(*shape, impl.options, layer) + ": " + to_string(impl.options.device) + " " +
+         kernel;
 }
 
 StateTraffic mamba2_row_traffic(const Mamba2Shape& shape, DType checkpoint, DType activation,

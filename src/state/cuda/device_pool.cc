@@ -9,8 +9,8 @@
 
 #include "cuda/runtime.h"
 #include "ops/causal_conv1d/cuda/launch.h"
-#include "ops/mamba2/cuda/launch.h"
 #include "state/cuda/kernels.h"
+#include "state/cuda/layer_kernels.h"
 
 namespace replayssm {
 
@@ -153,10 +153,9 @@ class CudaPool final : public DevicePool {
     return with_device("fold", [&]() -> Status {
       RSSM_RETURN_IF_ERROR(plan(fold_rows_ + slot, 1, 0, fold_plan_, cuda_stream(stream)));
       for (int layer = 0; static_cast<std::size_t>(layer) < layouts_.size(); ++layer) {
-        Mamba2CudaParams params = layer_params(layer);
-        params.rows = fold_plan_;
-        params.row_count = 1;
-        RSSM_RETURN_IF_ERROR(mamba2_cuda_step(params, info_, cuda_stream(stream)));
+        LayerKernels kernels = layer_kernels(layer);
+        kernels.set_rows(fold_plan_, 1);
+        RSSM_RETURN_IF_ERROR(kernels.run(info_, cuda_stream(stream)));
       }
       launch_end_fold(table_, slot, cuda_stream(stream));
       return to_status(cudaGetLastError(), "fold");
@@ -243,11 +242,12 @@ class CudaPool final : public DevicePool {
 
   Status mamba2_step(Stream stream, int layer, const Mamba2Params& params,
                      const Mamba2Operands& operands) override;
-  Result<std::string> mamba2_explain(int layer, std::int64_t rows) const override {
-    Mamba2CudaParams params = layer_params(layer);
-    params.row_count = rows;
-    RSSM_ASSIGN_OR_RETURN(const Mamba2CudaConfig config, choose_mamba2_config(params, info_));
-    return "sm_" + std::to_string(info_.compute_capability) + ", " + config.to_string();
+  Status delta_rule_step(Stream stream, int layer, const DeltaRuleParams& params,
+                         const DeltaRuleOperands& operands) override;
+  Result<std::string> explain(int layer, std::int64_t rows) const override {
+    LayerKernels kernels = layer_kernels(layer);
+    kernels.set_rows(planned_, rows);
+    return kernels.explain(info_);
   }
   Status causal_conv1d_step(Stream stream, int layer,
                             const CausalConv1dOperands& operands) override;
@@ -332,8 +332,14 @@ class CudaPool final : public DevicePool {
   }
   void* field(int layer, const Field& f) const { return page(layer, 0) + f.offset; }
 
-  /// Everything about a layer but the step's rows and operands.
-  Mamba2CudaParams layer_params(int layer) const;
+  /// Everything about a layer but the step's operands.
+  LayerKernels layer_kernels(int layer) const {
+    LayerKernels kernels(options_.layers[index(layer)].recurrence, options_);
+    kernels.point_at_pages(layouts_[index(layer)], page(layer, 0), plan_.stride[index(layer)]);
+    kernels.set_rows(planned_, row_count_);
+    kernels.set_mamba2_a(a_[index(layer)]);
+    return kernels;
+  }
 
   DevicePoolPlan plan_;
   CudaDeviceInfo info_;
@@ -345,27 +351,18 @@ class CudaPool final : public DevicePool {
   PlannedRow* planned_ = nullptr;    // (max_rows) the step's rows as ops use them
   DeviceRow* fold_rows_ = nullptr;   // (slots) a committed row of no tokens for every slot
   PlannedRow* fold_plan_ = nullptr;  // one of them, planned
-  std::vector<float*> a_;            // by layer: (heads)
+  std::vector<float*> a_;            // by layer: (heads), or null: not a Mamba-2 layer
   std::int64_t row_count_ = 0;
 };
 
 Status CudaPool::check_layer(int layer) const {
-  const auto* shape = std::get_if<Mamba2Shape>(&options_.layers[index(layer)].recurrence);
-  if (shape == nullptr) {
-    return unsupported("layer ", layer, ": the recurrence has no kernels on ",
-                       to_string(options_.device), ", there are: mamba2");
+  const LayerSpec& spec = options_.layers[index(layer)];
+  if (spec.read_copy != ReadCopyFormat::kNone) {
+    return unsupported("layer ", layer, ": read copies on cuda are not supported, read_copy is ",
+                       to_string(spec.read_copy), ", expected none");
   }
-  Mamba2CudaParams params;
-  params.heads = shape->heads;
-  params.head_dim = shape->head_dim;
-  params.state_size = shape->state_size;
-  params.groups = shape->groups;
-  params.limits = options_.limits;
-  params.checkpoint = options_.checkpoint;
-  params.activation = options_.activation;
-  params.row_count = 1;
-  const Status supported = check_mamba2_support(params);
-  const Status status = supported.ok() ? choose_mamba2_config(params, info_).status() : supported;
+  const LayerKernels kernels(spec.recurrence, options_);
+  const Status status = kernels.check(info_);
   if (status.ok()) return {};
   return make_status(status.code(), "layer ", layer, ": ", status.message());
 }
@@ -389,8 +386,9 @@ void CudaPool::partition(Partition& parts, bool owns_pages) {
   fold_plan_ = parts.take<PlannedRow>(1);
   a_.clear();
   for (const LayerSpec& layer : options_.layers) {
-    a_.push_back(
-        parts.take<float>(static_cast<std::size_t>(std::get<Mamba2Shape>(layer.recurrence).heads)));
+    const auto* mamba2 = std::get_if<Mamba2Shape>(&layer.recurrence);
+    a_.push_back(mamba2 == nullptr ? nullptr
+                                   : parts.take<float>(static_cast<std::size_t>(mamba2->heads)));
   }
 }
 
@@ -405,9 +403,9 @@ std::vector<DeviceField> CudaPool::device_fields() const {
       field.places = f.places;
       field.inner = static_cast<std::int64_t>(f.inner_bytes());
       field.word = field.inner % 16 == 0 ? 16 : field.inner % 4 == 0 ? 4 : 2;
-      field.kind = f.kind == FieldKind::kCheckpoint ? DeviceField::kCheckpoint
-                   : f.kind == FieldKind::kRecord   ? DeviceField::kRecord
-                                                    : DeviceField::kConv;
+      field.kind = f.is_state()                   ? DeviceField::kState
+                   : f.kind == FieldKind::kRecord ? DeviceField::kRecord
+                                                  : DeviceField::kConv;
       if (f.kind == FieldKind::kConv) field.history = options_.layers[layer].conv.width - 1;
       out.push_back(field);
     }
@@ -460,58 +458,25 @@ Status CudaPool::initialize() {
   return to_status(cudaDeviceSynchronize(), "set-up of the pool");
 }
 
-Mamba2CudaParams CudaPool::layer_params(int layer) const {
-  const auto& shape = std::get<Mamba2Shape>(options_.layers[index(layer)].recurrence);
-  const PageLayout& layout = layouts_[index(layer)];
-  const Field& state = layout.field("checkpoint");
-  const Field& x = layout.field("x");
-  const Field& b = layout.field("b");
-  const Field& dt = layout.field("dt");
-  Mamba2CudaParams p;
-  p.heads = shape.heads;
-  p.head_dim = shape.head_dim;
-  p.state_size = shape.state_size;
-  p.groups = shape.groups;
-  p.limits = options_.limits;
-  p.checkpoint = options_.checkpoint;
-  p.activation = options_.activation;
-  p.rows = planned_;
-  p.row_count = row_count_;
-  p.state = field(layer, state);
-  p.ring_x = field(layer, x);
-  p.ring_b = field(layer, b);
-  p.ring_dt = static_cast<float*>(field(layer, dt));
-  p.state_slot_stride = slot_stride(layer, state);
-  p.state_head_stride = state.inner;
-  p.ring_x_slot_stride = slot_stride(layer, x);
-  p.ring_x_head_stride = x.places * x.inner;
-  p.ring_x_place_stride = x.inner;
-  p.ring_b_slot_stride = slot_stride(layer, b);
-  p.ring_b_group_stride = b.places * b.inner;
-  p.ring_b_place_stride = b.inner;
-  p.ring_dt_slot_stride = slot_stride(layer, dt);
-  p.ring_dt_head_stride = dt.places;
-  p.a = a_[index(layer)];
-  return p;
-}
-
 Status CudaPool::fold_external(Stream stream, int layer, const RecordPointers& records,
                                bool from_zero, std::int64_t count, std::int32_t slot) {
   return with_device("fold of loaded records", [&]() -> Status {
     const PageLayout& layout = layouts_[index(layer)];
-    Mamba2CudaParams p = layer_params(layer);
+    LayerKernels kernels = layer_kernels(layer);
     // A pool of one slot whose ring holds exactly these records.
-    p.limits = {.window = static_cast<int>(std::max<std::int64_t>(1, count)), .draft_capacity = 1};
-    p.state = page(layer, slot) + layout.field("checkpoint").offset;
-    const std::int64_t places = p.limits.record_places();
-    const std::pair<const char*, void**> rings[] = {
-        {"x", &p.ring_x}, {"b", &p.ring_b}, {"dt", reinterpret_cast<void**>(&p.ring_dt)}};
+    const ReplayLimits limits{.window = static_cast<int>(std::max<std::int64_t>(1, count)),
+                              .draft_capacity = 1};
+    const std::int64_t places = limits.record_places();
+    kernels.set_limits(limits);
+    kernels.set_state(page(layer, slot) + layout.field("checkpoint").offset);
     DeviceBlock block;
     const auto bytes_of = [&](const Field& f) {
       return round_up(static_cast<std::size_t>(f.outer * places) * f.inner_bytes());
     };
     std::size_t bytes = round_up(sizeof(PlannedRow));
-    for (const auto& [name, to] : rings) bytes += bytes_of(layout.field(name));
+    for (const Field& f : layout.fields) {
+      if (f.kind == FieldKind::kRecord) bytes += bytes_of(f);
+    }
     RSSM_RETURN_IF_ERROR(block.allocate(bytes));
     Partition parts(block.data());
     auto* row = parts.take<PlannedRow>(1);
@@ -520,23 +485,19 @@ Status CudaPool::fold_external(Stream stream, int layer, const RecordPointers& r
                               .kind = PlannedRow::kCommitted,
                               .zero = from_zero};
     RSSM_RETURN_IF_ERROR(write(stream, row, &host_row, sizeof host_row));
-    for (const auto& [name, to] : rings) {
-      const Field& f = layout.field(name);
+    for (const Field& f : layout.fields) {
+      if (f.kind != FieldKind::kRecord) continue;
       auto* ring = parts.take<std::byte>(bytes_of(f));
       const auto pitch = static_cast<std::size_t>(places) * f.inner_bytes();
       const auto width = static_cast<std::size_t>(count) * f.inner_bytes();
-      RSSM_RETURN_IF_ERROR(to_status(cudaMemcpy2DAsync(ring, pitch, records.at(name), width, width,
-                                                       static_cast<std::size_t>(f.outer),
+      RSSM_RETURN_IF_ERROR(to_status(cudaMemcpy2DAsync(ring, pitch, records.at(f.name), width,
+                                                       width, static_cast<std::size_t>(f.outer),
                                                        cudaMemcpyHostToDevice, cuda_stream(stream)),
                                      "upload of loaded records"));
-      *to = ring;
+      kernels.point_at_ring(f, ring, places);
     }
-    p.ring_x_head_stride = places * p.ring_x_place_stride;
-    p.ring_b_group_stride = places * p.ring_b_place_stride;
-    p.ring_dt_head_stride = places;
-    p.rows = row;
-    p.row_count = 1;
-    RSSM_RETURN_IF_ERROR(mamba2_cuda_step(p, info_, cuda_stream(stream)));
+    kernels.set_rows(row, 1);
+    RSSM_RETURN_IF_ERROR(kernels.run(info_, cuda_stream(stream)));
     return to_status(cudaStreamSynchronize(cuda_stream(stream)), "fold of loaded records");
   });
 }
@@ -544,7 +505,8 @@ Status CudaPool::fold_external(Stream stream, int layer, const RecordPointers& r
 Status CudaPool::mamba2_step(Stream stream, int layer, const Mamba2Params& params,
                              const Mamba2Operands& o) {
   return with_device("mamba2_step", [&] {
-    Mamba2CudaParams p = layer_params(layer);
+    LayerKernels kernels = layer_kernels(layer);
+    auto& p = kernels.as<Mamba2CudaParams>();
     p.d = params.d.as<const float>();
     p.dt_bias = params.dt_bias.as<const float>();
     p.dt_softplus = params.dt_softplus;
@@ -569,7 +531,44 @@ Status CudaPool::mamba2_step(Stream stream, int layer, const Mamba2Params& param
     p.z_head_stride = o.z.strides[1];
     p.y_token_stride = o.y.strides[0];
     p.y_head_stride = o.y.strides[1];
-    return mamba2_cuda_step(p, info_, cuda_stream(stream));
+    return kernels.run(info_, cuda_stream(stream));
+  });
+}
+
+Status CudaPool::delta_rule_step(Stream stream, int layer, const DeltaRuleParams& params,
+                                 const DeltaRuleOperands& o) {
+  return with_device(params.family, [&] {
+    LayerKernels kernels = layer_kernels(layer);
+    auto& p = kernels.as<DeltaRuleCudaParams>();
+    p.a_log = params.a_log.as<const float>();
+    p.dt_bias = params.dt_bias.as<const float>();
+    p.bounded = params.lower_bound.has_value();
+    p.lower_bound = params.lower_bound.value_or(0.0f);
+    p.beta_doubled = params.beta_doubled;
+    p.normalize = params.normalize;
+    p.norm_epsilon = params.norm_epsilon;
+    p.q_scale = params.q_scale(p.shape.key_dim);
+    p.token_count = o.q.shape[0];
+    p.q = o.q.data;
+    p.k = o.k.data;
+    p.v = o.v.data;
+    p.gate = o.gate.data;
+    p.beta = o.beta.data;
+    p.o = o.o.data;
+    p.gate_is_f32 = o.gate.dtype == DType::kF32;
+    p.beta_is_f32 = o.beta.dtype == DType::kF32;
+    p.q_token_stride = o.q.strides[0];
+    p.q_head_stride = o.q.strides[1];
+    p.k_token_stride = o.k.strides[0];
+    p.k_head_stride = o.k.strides[1];
+    p.v_token_stride = o.v.strides[0];
+    p.v_head_stride = o.v.strides[1];
+    p.gate_token_stride = o.gate.strides[0];
+    p.gate_head_stride = o.gate.rank == 3 ? o.gate.strides[1] : 1;
+    p.beta_token_stride = o.beta.strides[0];
+    p.o_token_stride = o.o.strides[0];
+    p.o_head_stride = o.o.strides[1];
+    return kernels.run(info_, cuda_stream(stream));
   });
 }
 

@@ -108,9 +108,9 @@ __global__ void copy_slot_kernel(SlotTable table, std::int32_t src, std::int32_t
   const DeviceField f = table.fields[blockIdx.x / table.blocks_per_field];
   const std::byte* from = table.base + f.offset + src * f.slot_stride;
   std::byte* to = table.base + f.offset + dst * f.slot_stride;
-  const bool checkpoint = f.kind == DeviceField::kCheckpoint;
-  const std::int64_t first = checkpoint ? 0 : first_owned(table, f, cursor);
-  const std::int64_t last = checkpoint ? (cursor.checkpoint_position > 0 ? 1 : 0) : cursor.position;
+  const bool state = f.kind == DeviceField::kState;
+  const std::int64_t first = state ? 0 : first_owned(table, f, cursor);
+  const std::int64_t last = state ? (cursor.checkpoint_position > 0 ? 1 : 0) : cursor.position;
   for_words(table, f, first, last, [&](std::int64_t at) { copy_word(to + at, from + at, f.word); });
   if (first_thread) {
     table.cursors[dst] = cursor;
@@ -125,7 +125,7 @@ __global__ void poison_kernel(SlotTable table, std::int32_t slot, bool all) {
   std::int64_t first = 0;
   std::int64_t last = f.places;
   if (!all) {
-    if (f.kind == DeviceField::kCheckpoint) {
+    if (f.kind == DeviceField::kState) {
       last = cursor.checkpoint_position > 0 ? 0 : 1;
     } else {
       // Every place that holds none of the owned entries is that of one position past the end.

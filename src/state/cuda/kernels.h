@@ -22,7 +22,7 @@ struct DeviceField {
   std::int64_t inner = 0;
   std::int32_t word = 1;     // bytes moved at a time; divides everything above
   std::int32_t history = 0;  // convolution inputs kept before the first position
-  enum Kind : std::int32_t { kCheckpoint, kRecord, kConv } kind = kCheckpoint;
+  enum Kind : std::int32_t { kState, kRecord, kConv } kind = kState;  // kState: Field::is_state()
 };
 
 /// What all the kernels see. Arrays are in device memory.

@@ -43,6 +43,7 @@ class DeltaRuleKernel {
   struct Columns {
     static constexpr int N = kVectors;
     static constexpr int kRest = 8;
+    static constexpr int kWidth = kPartial ? (N - 1) * kLanes + kRest : N * kLanes;
 
     template <typename T>
     static V load(const T* p, int i) {
@@ -92,13 +93,8 @@ class DeltaRuleKernel {
 
  public:
   static void fold(const DeltaRuleTask& task) {
-    RecordKeys keys;
-    keys.read(task);
-    for (std::int64_t head = task.head_begin; head < task.head_end; ++head) {
-      HeadRecords records;
-      records.read(task, head);
-      fold_head(task, head, keys, records);
-    }
+    fold_heads(task);
+    write_copy(task);
   }
 
   static void tentative(const DeltaRuleTask& task) { replay<false>(task); }
@@ -106,7 +102,7 @@ class DeltaRuleKernel {
 
   static void committed(const DeltaRuleTask& task) {
     const bool folds = task.live > 0;
-    if (folds) fold(task);
+    if (folds) fold_heads(task);
     alignas(64) float k[kChunk][kMaxKeyDim];
     alignas(64) float q[kChunk][kMaxKeyDim];
     float scale[kChunk];
@@ -134,6 +130,7 @@ class DeltaRuleKernel {
         });
       }
     }
+    if (folds || task.tokens > 0) write_copy(task);
   }
 
  private:
@@ -164,6 +161,12 @@ class DeltaRuleKernel {
   }
   static std::int64_t append_place(const DeltaRuleTask& task, int token) {
     return (task.first_place + task.live + token) % task.places;
+  }
+
+  static void write_copy(const DeltaRuleTask& task) {
+    if (!task.copy.exists()) return;
+    encode_read_copy(task.copy, task.checkpoint, DTypeOf<State>::value, task.head_begin,
+                     task.head_end);
   }
 
   /// Asks for the same row of the next tile, while arithmetic on this one leaves memory idle. Heads
@@ -479,6 +482,16 @@ class DeltaRuleKernel {
     }
   }
 
+  static void fold_heads(const DeltaRuleTask& task) {
+    RecordKeys keys;
+    keys.read(task);
+    for (std::int64_t head = task.head_begin; head < task.head_end; ++head) {
+      HeadRecords records;
+      records.read(task, head);
+      fold_head(task, head, keys, records);
+    }
+  }
+
   static void fold_head(const DeltaRuleTask& task, std::int64_t head, const RecordKeys& keys,
                         const HeadRecords& records) {
     const State* in = state_in(task, head);
@@ -620,7 +633,7 @@ class DeltaRuleKernel {
               fold_block<C>(task, keys, records, column, s, out + at, pitch);
               s = out + at;
             }
-            solve_block<C>(task, head, column, s, pitch, window, terms, gates.beta, records);
+            read_block<C, kFlush>(task, head, column, s, pitch, window, terms, gates.beta, records);
           });
       append(task, head, gates);
     }
@@ -678,11 +691,32 @@ class DeltaRuleKernel {
     }
   };
 
-  /// Deltas and outputs of the row's tokens for a block of columns; appends the deltas.
-  template <typename C>
+  /// solve_block on the block at s, which a flush has just stored, or on its read copy.
+  template <typename C, bool kFlush>
+  static void read_block(const DeltaRuleTask& task, std::int64_t head, std::int64_t column,
+                         const State* s, std::int64_t pitch, const Window& window,
+                         const Terms& terms, const float* beta, const HeadRecords& records) {
+    if (s == nullptr || !task.copy.exists()) {
+      solve_block<C, true>(task, head, column, s, pitch, window, terms, beta, records);
+      return;
+    }
+    static_assert(kBlock % kReadCopyTile == 0);
+    alignas(64) float block[kMaxKeyDim * kBlock];
+    for (std::int64_t c = 0; c < C::kWidth; c += kReadCopyTile) {
+      if constexpr (kFlush) {
+        encode_read_copy_tile(task.copy, task.checkpoint, DTypeOf<State>::value, head, column + c);
+      }
+      decode_read_copy_tile(task.copy, head, column + c, block + c, 1, kBlock);
+    }
+    solve_block<C, false>(task, head, column, block, kBlock, window, terms, beta, records);
+  }
+
+  /// Deltas and outputs of the row's tokens for a block of columns; appends the deltas. kStream:
+  /// the block is one of a state in memory, not of a scratch of its own.
+  template <typename C, bool kStream, typename T>
   static void solve_block(const DeltaRuleTask& task, std::int64_t head, std::int64_t column,
-                          const State* s, std::int64_t pitch, const Window& window,
-                          const Terms& terms, const float* beta, const HeadRecords& records) {
+                          const T* s, std::int64_t pitch, const Window& window, const Terms& terms,
+                          const float* beta, const HeadRecords& records) {
     constexpr int N = C::N;
     const auto tokens = static_cast<int>(task.tokens);
     V read[2 * kMaxTokens][N];
@@ -691,7 +725,7 @@ class DeltaRuleKernel {
         for (V& lane : read[r]) lane = V::zero();
       }
     } else {
-      read_rows<C>(s, pitch, task.key_dim, window.rows, 2 * tokens, read);
+      read_rows<C, kStream>(s, pitch, task.key_dim, window.rows, 2 * tokens, read);
     }
     V own[kMaxTokens][N];
     for (int t = 0; t < tokens; ++t) {
@@ -730,8 +764,8 @@ class DeltaRuleKernel {
   }
 
   /// out[r] = S . rows[r] for a block of columns: as many rows at a time as registers hold.
-  template <typename C>
-  static void read_rows(const State* s, std::int64_t pitch, std::int64_t key_dim,
+  template <typename C, bool kStream, typename T>
+  static void read_rows(const T* s, std::int64_t pitch, std::int64_t key_dim,
                         const float (*rows)[kMaxKeyDim], int count, V (*out)[C::N]) {
     constexpr int kMost = kLanes > 8 ? 8 : 4;
     int r = 0;
@@ -739,16 +773,16 @@ class DeltaRuleKernel {
       read_some<C, kMost, false>(s, pitch, key_dim, rows + r, out + r);
     }
     if (count - r > 4) {
-      if (count - r == 8) return read_some<C, 8, true>(s, pitch, key_dim, rows + r, out + r);
+      if (count - r == 8) return read_some<C, 8, kStream>(s, pitch, key_dim, rows + r, out + r);
       read_some<C, 4, false>(s, pitch, key_dim, rows + r, out + r);
       r += 4;
     }
-    if (count - r == 4) return read_some<C, 4, true>(s, pitch, key_dim, rows + r, out + r);
-    read_some<C, 2, true>(s, pitch, key_dim, rows + r, out + r);
+    if (count - r == 4) return read_some<C, 4, kStream>(s, pitch, key_dim, rows + r, out + r);
+    read_some<C, 2, kStream>(s, pitch, key_dim, rows + r, out + r);
   }
 
-  template <typename C, int kCount, bool kPrefetch>
-  static void read_some(const State* s, std::int64_t pitch, std::int64_t key_dim,
+  template <typename C, int kCount, bool kPrefetch, typename T>
+  static void read_some(const T* s, std::int64_t pitch, std::int64_t key_dim,
                         const float (*rows)[kMaxKeyDim], V (*out)[C::N]) {
     V sum[kCount][C::N];
     for (auto& row : sum) {

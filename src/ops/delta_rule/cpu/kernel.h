@@ -8,6 +8,7 @@
 #include "replayssm/cpu.h"
 #include "replayssm/cursor.h"
 #include "replayssm/dtype.h"
+#include "state/read_copy.h"
 
 namespace replayssm::cpu {
 
@@ -26,6 +27,7 @@ struct DeltaRuleTask {
   // `checkpoint`.
   const void* checkpoint_in = nullptr;
   void* checkpoint = nullptr;
+  ReadCopy copy;  // of `checkpoint`; may not exist
 
   // Record ring; live record i lies at place (first_place + i) mod places.
   void* ring_k = nullptr;           // (key_heads, places, key_dim) activation, as received

@@ -29,18 +29,15 @@ class Mamba2Kernel {
   static constexpr int kChunk = 16;
   static constexpr int kBlock = 8;  // state rows processed together; divides every head_dim
   static constexpr int kRows = 4;   // of them in registers at a time
-  static constexpr bool kNarrow = sizeof(State) < sizeof(float);
+  template <typename T>
+  static constexpr bool kNarrow = sizeof(T) < sizeof(float);
   static constexpr int kAhead = 2 * kBlock;  // rows between a load and what is prefetched beside it
   static constexpr std::int64_t kLineElements = 64 / static_cast<std::int64_t>(sizeof(State));
 
  public:
   static void fold(const Mamba2Task& task) {
-    for (std::int64_t head = task.head_begin; head < task.head_end; ++head) {
-      const Records records(task, head);
-      for (std::int64_t p = 0; p < task.head_dim; p += kRows) {
-        fold_rows(task, records, state_in(task, head, p), state_out(task, head, p), p);
-      }
-    }
+    fold_heads(task);
+    write_copy(task);
   }
 
   static void tentative(const Mamba2Task& task) { replay<false>(task); }
@@ -48,7 +45,7 @@ class Mamba2Kernel {
 
   static void committed(const Mamba2Task& task) {
     const bool folds = task.live > 0;
-    if (folds) fold(task);
+    if (folds) fold_heads(task);
     for (std::int64_t head = task.head_begin; head < task.head_end; ++head) {
       bool zero = task.checkpoint_in == nullptr && !folds;
       for (std::int64_t first = 0; first < task.tokens; first += kChunk) {
@@ -60,6 +57,7 @@ class Mamba2Kernel {
         zero = false;
       }
     }
+    if (folds || task.tokens > 0) write_copy(task);
   }
 
  private:
@@ -118,6 +116,12 @@ class Mamba2Kernel {
            task.group * task.c_group_stride;
   }
 
+  static void write_copy(const Mamba2Task& task) {
+    if (!task.copy.exists()) return;
+    encode_read_copy(task.copy, task.checkpoint, DTypeOf<State>::value, task.head_begin,
+                     task.head_end);
+  }
+
   /// Several rows are walked side by side, which hardware prefetchers follow badly: ask for the
   /// same place of the next block of rows. Past the end of the state this is a harmless hint.
   static void prefetch_next(const State* row, std::int64_t n, std::int64_t state_size) {
@@ -169,6 +173,21 @@ class Mamba2Kernel {
     }
   }
 
+  static void fold_heads(const Mamba2Task& task) {
+    for (std::int64_t head = task.head_begin; head < task.head_end; ++head) {
+      const Records records(task, head);
+      fold_some(task, head, records, 0, task.head_dim);
+    }
+  }
+
+  /// Rows [first, last) of a head.
+  static void fold_some(const Mamba2Task& task, std::int64_t head, const Records& records,
+                        std::int64_t first, std::int64_t last) {
+    for (std::int64_t p = first; p < last; p += kRows) {
+      fold_rows(task, records, state_in(task, head, p), state_out(task, head, p), p);
+    }
+  }
+
   static void fold_rows(const Mamba2Task& task, const Records& records, const State* in, State* out,
                         std::int64_t p) {
     float u[kMaxLive][kRows];
@@ -195,7 +214,7 @@ class Mamba2Kernel {
       const State* in = zero ? nullptr : in_place ? out : state_in(task, head, p);
       for (int t = 0; t < count; ++t) {
         V sum[kBlock];
-        if (kNarrow || count > 1) {
+        if (kNarrow<State> || count > 1) {
           advance_block<kRows>(task, head, first + t, p, dt[t], decay[t], in, out, sum);
         } else {
           advance_block<1>(task, head, first + t, p, dt[t], decay[t], in, out, sum);
@@ -302,16 +321,10 @@ class Mamba2Kernel {
         float product = 1.0f;
         for (int i = live - 1; i >= 0; --i) product *= records.decay[i];
         for (int t = 0; t < tokens; ++t) scale[t] = product *= decay[t];
-        for (std::int64_t p = 0; p < task.head_dim; p += kBlock) {
-          const State* s = state_in(task, head, p);
-          if constexpr (kFlush) {
-            for (int r = 0; r < kBlock; r += kRows) {
-              const State* in = s == nullptr ? nullptr : s + r * task.state_size;
-              fold_rows(task, records, in, state_out(task, head, p + r), p + r);
-            }
-            s = state_out(task, head, p);
-          }
-          read_rows(s, task.state_size, window, tokens, scale, p, y);
+        if (task.copy.exists()) {
+          read_head_of_copy<kFlush>(task, head, records, window, tokens, scale, y);
+        } else {
+          read_head<kFlush>(task, head, records, window, tokens, scale, y);
         }
       } else {
         for (int t = 0; t < tokens; ++t)
@@ -323,30 +336,67 @@ class Mamba2Kernel {
     if (task.appends_b) append_b(task);
   }
 
-  /// y[t][p + r] = scale[t] * (S row p + r) . C_t for the block's rows r.
-  static void read_rows(const State* s, std::int64_t state_size, const Window& window, int tokens,
+  /// y[t][p] = scale[t] * (S row p) . C_t, with S folded first if the row flushes.
+  template <bool kFlush>
+  static void read_head(const Mamba2Task& task, std::int64_t head, const Records& records,
+                        const Window& window, int tokens, const float* scale,
+                        float (*y)[kMaxHeadDim]) {
+    for (std::int64_t p = 0; p < task.head_dim; p += kBlock) {
+      if constexpr (kFlush) fold_some(task, head, records, p, p + kBlock);
+      const State* s = kFlush ? state_out(task, head, p) : state_in(task, head, p);
+      read_rows<true>(s, task.state_size, window, tokens, scale, p, y);
+    }
+  }
+
+  /// The same with the read copy of S. A flush writes the copy of a tile before it reads it.
+  template <bool kFlush>
+  static void read_head_of_copy(const Mamba2Task& task, std::int64_t head, const Records& records,
+                                const Window& window, int tokens, const float* scale,
+                                float (*y)[kMaxHeadDim]) {
+    static_assert(kReadCopyTile % kBlock == 0);
+    alignas(64) float tile[kReadCopyTile * kMaxStateSize];
+    for (std::int64_t first = 0; first < task.head_dim; first += kReadCopyTile) {
+      const std::int64_t rest = task.head_dim - first;
+      const std::int64_t rows = rest < kReadCopyTile ? rest : kReadCopyTile;
+      if constexpr (kFlush) {
+        fold_some(task, head, records, first, first + rows);
+        encode_read_copy_tile(task.copy, task.checkpoint, DTypeOf<State>::value, head, first);
+      }
+      decode_read_copy_tile(task.copy, head, first, tile, task.state_size, 1);
+      for (std::int64_t r = 0; r < rows; r += kBlock) {
+        read_rows<false>(tile + r * task.state_size, task.state_size, window, tokens, scale,
+                         first + r, y);
+      }
+    }
+  }
+
+  /// y[t][p + r] = scale[t] * (S row p + r) . C_t for the block's rows r. kStream: more rows follow
+  /// in memory.
+  template <bool kStream, typename T>
+  static void read_rows(const T* s, std::int64_t state_size, const Window& window, int tokens,
                         const float* scale, std::int64_t p, float (*y)[kMaxHeadDim]) {
+    constexpr bool kWide = !kNarrow<T>;
     int t = 0;
     for (; t + 4 <= tokens; t += 4) {
-      read_block<kNarrow ? 2 : 1, 4>(s, state_size, window.c + t, scale + t, p, y + t);
+      read_block<kStream, kWide ? 1 : 2, 4>(s, state_size, window.c + t, scale + t, p, y + t);
     }
     for (; t + 2 <= tokens; t += 2) {
-      read_block<kNarrow ? 4 : 1, 2>(s, state_size, window.c + t, scale + t, p, y + t);
+      read_block<kStream, kWide ? 1 : 4, 2>(s, state_size, window.c + t, scale + t, p, y + t);
     }
     if (t < tokens) {
-      read_block<kNarrow ? 8 : 1, 1>(s, state_size, window.c + t, scale + t, p, y + t);
+      read_block<kStream, kWide ? 1 : 8, 1>(s, state_size, window.c + t, scale + t, p, y + t);
     }
   }
 
   /// T tokens, R rows side by side (see advance_block); eight dot products are reduced at a time.
-  template <int R, int T>
-  static void read_block(const State* s, std::int64_t state_size, const float (*c)[kMaxStateSize],
+  template <bool kStream, int R, int T, typename S>
+  static void read_block(const S* s, std::int64_t state_size, const float (*c)[kMaxStateSize],
                          const float* scale, std::int64_t p, float (*y)[kMaxHeadDim]) {
     constexpr int kSumRows = 8 / T;
     for (int first = 0; first < kBlock; first += kSumRows) {
       V sum[8];  // [token][row]
       for (int r = 0; r < kSumRows; r += R) {
-        read_tile<R, T, kSumRows>(s + (first + r) * state_size, state_size, c, sum + r);
+        read_tile<kStream, R, T, kSumRows>(s + (first + r) * state_size, state_size, c, sum + r);
       }
       float sums[8];
       V::sum8(sum, sums);
@@ -358,8 +408,8 @@ class Mamba2Kernel {
     }
   }
 
-  template <int R, int T, int kStride>
-  static void read_tile(const State* rows, std::int64_t state_size, const float (*c)[kMaxStateSize],
+  template <bool kStream, int R, int T, int kStride, typename S>
+  static void read_tile(const S* rows, std::int64_t state_size, const float (*c)[kMaxStateSize],
                         V* sums) {
     V sum[T][R];
     for (int t = 0; t < T; ++t) {
@@ -368,7 +418,7 @@ class Mamba2Kernel {
     for (std::int64_t n = 0; n < state_size; n += kLanes) {
       V row[R];
       for (int r = 0; r < R; ++r) {
-        prefetch_next(rows + r * state_size, n, state_size);
+        if constexpr (kStream) prefetch_next(rows + r * state_size, n, state_size);
         row[r] = V::load(rows + r * state_size + n);
       }
       for (int t = 0; t < T; ++t) {

@@ -1,37 +1,13 @@
 #include "ops/mamba2/cuda/launch.h"
 
 #include <algorithm>
-#include <initializer_list>
 
+#include "cuda/operand_checks.h"
 #include "cuda/runtime.h"
 #include "ops/mamba2/cuda/kernels.h"
 
 namespace replayssm::cuda {
 namespace {
-
-/// Kernels move 16 bytes at a time: addresses and strides must be multiples of that.
-Status check_pointer(const char* name, const void* at) {
-  if (at == nullptr) return invalid_argument(name, " is null, expected device memory");
-  const auto rest = reinterpret_cast<std::uintptr_t>(at) % 16;
-  if (rest == 0) return {};
-  return invalid_argument(name, " is at an address that is ", rest, " mod 16, expected 0");
-}
-
-struct Stride {
-  const char* name;
-  std::int64_t elements;
-  DType dtype;
-};
-
-Status check_strides(std::initializer_list<Stride> strides) {
-  for (const Stride& s : strides) {
-    const std::int64_t bytes = s.elements * static_cast<std::int64_t>(size_of(s.dtype));
-    if (bytes % 16 == 0) continue;
-    return invalid_argument(s.name, " is ", s.elements, " elements or ", bytes,
-                            " bytes, expected a multiple of 16 bytes");
-  }
-  return {};
-}
 
 Status validate_geometry(const Mamba2CudaParams& p) {
   if (p.heads < 1 || p.groups < 1 || p.heads % p.groups != 0) {
@@ -43,22 +19,7 @@ Status validate_geometry(const Mamba2CudaParams& p) {
   if (p.state_size != 64 && p.state_size != 128 && p.state_size != 256) {
     return unsupported("state_size is ", p.state_size, ", CUDA kernels take 64, 128 or 256");
   }
-  const ReplayLimits& limits = p.limits;
-  if (limits.draft_capacity < 1 || limits.draft_capacity > limits.window) {
-    return invalid_argument("draft capacity T is ", limits.draft_capacity,
-                            ", expected 1 to the window L = ", limits.window);
-  }
-  if (limits.window > ReplayLimits::kMaxWindow ||
-      limits.draft_capacity > ReplayLimits::kMaxDraftCapacity) {
-    return unsupported("window ", limits.window, " and draft capacity ", limits.draft_capacity,
-                       ", kernels take up to ", ReplayLimits::kMaxWindow, " and ",
-                       ReplayLimits::kMaxDraftCapacity);
-  }
-  if (p.row_count < 0 || p.token_count < 0) {
-    return invalid_argument(p.row_count, " rows and ", p.token_count,
-                            " tokens, expected none negative");
-  }
-  return {};
+  return check_step_limits(p.limits, p.row_count, p.token_count);
 }
 
 template <typename State, typename Act>

@@ -5,13 +5,11 @@
 
 #include "cuda/gates.cuh"
 #include "cuda/vector.cuh"
+#include "cuda/warp.cuh"
 #include "ops/mamba2/cuda/config.h"
 #include "ops/mamba2/cuda/params.h"
 
 namespace replayssm::cuda {
-
-inline constexpr int kWarpLanes = 32;
-inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 template <typename State, typename Act, int kStateSize>
 class Mamba2Row {

@@ -1,0 +1,55 @@
+// What kernels that move 16 bytes at a time ask of addresses and strides.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+
+#include "replayssm/cursor.h"
+#include "replayssm/dtype.h"
+#include "replayssm/status.h"
+
+namespace replayssm::cuda {
+
+inline Status check_pointer(const char* name, const void* at) {
+  if (at == nullptr) return invalid_argument(name, " is null, expected device memory");
+  const auto rest = reinterpret_cast<std::uintptr_t>(at) % 16;
+  if (rest == 0) return {};
+  return invalid_argument(name, " is at an address that is ", rest, " mod 16, expected 0");
+}
+
+struct Stride {
+  const char* name;
+  std::int64_t elements;
+  DType dtype;
+};
+
+inline Status check_strides(std::initializer_list<Stride> strides) {
+  for (const Stride& s : strides) {
+    const std::int64_t bytes = s.elements * static_cast<std::int64_t>(size_of(s.dtype));
+    if (bytes % 16 == 0) continue;
+    return invalid_argument(s.name, " is ", s.elements, " elements or ", bytes,
+                            " bytes, expected a multiple of 16 bytes");
+  }
+  return {};
+}
+
+/// Limits every recurrence's kernels share, and counts.
+inline Status check_step_limits(const ReplayLimits& limits, std::int64_t rows,
+                                std::int64_t tokens) {
+  if (limits.draft_capacity < 1 || limits.draft_capacity > limits.window) {
+    return invalid_argument("draft capacity T is ", limits.draft_capacity,
+                            ", expected 1 to the window L = ", limits.window);
+  }
+  if (limits.window > ReplayLimits::kMaxWindow ||
+      limits.draft_capacity > ReplayLimits::kMaxDraftCapacity) {
+    return unsupported("window ", limits.window, " and draft capacity ", limits.draft_capacity,
+                       ", kernels take up to ", ReplayLimits::kMaxWindow, " and ",
+                       ReplayLimits::kMaxDraftCapacity);
+  }
+  if (rows < 0 || tokens < 0) {
+    return invalid_argument(rows, " rows and ", tokens, " tokens, expected none negative");
+  }
+  return {};
+}
+
+}  // namespace replayssm::cuda

@@ -1,0 +1,148 @@
+#include "ops/delta_rule/cuda/launch.h"
+
+#include <algorithm>
+
+#include "cuda/operand_checks.h"
+#include "cuda/runtime.h"
+#include "ops/delta_rule/cuda/kernels.h"
+
+namespace replayssm::cuda {
+namespace {
+
+Status validate_geometry(const DeltaRuleCudaParams& p) {
+  const DeltaRuleShape& s = p.shape;
+  if (s.key_heads < 1 || s.value_heads < 1 || s.value_heads % s.key_heads != 0) {
+    return invalid_argument("value heads is ", s.value_heads, ", expected a multiple of key heads ",
+                            s.key_heads);
+  }
+  if (s.channel_decay && s.key_heads != s.value_heads) {
+    return invalid_argument("key heads is ", s.key_heads, ", expected the value heads ",
+                            s.value_heads, " where every channel has its own decay");
+  }
+  for (const auto& [name, found] :
+       {std::pair{"key_dim", s.key_dim}, std::pair{"value_dim", s.value_dim}}) {
+    if (found < 16 || found > 256 || found % 16 != 0) {
+      return unsupported(name, " is ", found, ", CUDA kernels take multiples of 16 up to 256");
+    }
+  }
+  return check_step_limits(p.limits, p.row_count, p.token_count);
+}
+
+template <typename State, typename Act>
+DeltaRuleKernelFunction find(const DeltaRuleCudaParams& p) {
+  const DeltaRuleVariant variant = delta_rule_variant(p);
+  return p.shape.channel_decay ? delta_rule_step_function<State, Act, true>(variant)
+                               : delta_rule_step_function<State, Act, false>(variant);
+}
+
+DeltaRuleKernelFunction find_kernel(const DeltaRuleCudaParams& p) {
+  const bool f32_state = p.checkpoint == DType::kF32;
+  const bool f32_act = p.activation == DType::kF32;
+  if (f32_state && f32_act) return find<float, float>(p);
+  if (f32_state && p.activation == DType::kBF16) return find<float, BF16>(p);
+  if (p.checkpoint == DType::kBF16 && p.activation == DType::kBF16) return find<BF16, BF16>(p);
+  return nullptr;
+}
+
+/// Launches what has been validated.
+Status launch_step(const DeltaRuleCudaParams& params, const DeltaRuleCudaConfig& config,
+                   cudaStream_t stream) {
+  if (config.blocks == 0) return {};
+  const DeltaRuleKernelFunction kernel = find_kernel(params);
+  const DeltaRuleLaunch& launch = config.launch;
+  if (launch.warps < 1 || launch.warps > kDeltaRuleMaxWarps) {
+    return invalid_argument("warps per block is ", launch.warps, ", expected 1 to ",
+                            kDeltaRuleMaxWarps);
+  }
+  // The device's limit, not this launch's need: the attribute is the kernel's, and another thread's
+  // launch may need more.
+  RSSM_RETURN_IF_ERROR(to_status(
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                           cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_limit),
+      "shared memory of the delta rule's step"));
+  DeltaRuleCudaParams slice = params;
+  for (std::int64_t first = 0; first < params.row_count; first += kDeltaRuleMostInGrid) {
+    slice.rows = params.rows + first;
+    slice.row_count = std::min(kDeltaRuleMostInGrid, params.row_count - first);
+    const dim3 grid(static_cast<unsigned>(config.blocks_per_key),
+                    static_cast<unsigned>(params.shape.key_heads),
+                    static_cast<unsigned>(slice.row_count));
+    kernel<<<grid, static_cast<unsigned>(launch.warps * 32),
+             static_cast<std::size_t>(launch.shared.bytes), stream>>>(slice, launch);
+    RSSM_RETURN_IF_ERROR(to_status(cudaGetLastError(), "launch of the delta rule's step"));
+  }
+  return {};
+}
+
+}  // namespace
+
+Status check_delta_rule_support(const DeltaRuleCudaParams& p) {
+  RSSM_RETURN_IF_ERROR(validate_geometry(p));
+  if (find_kernel(p) == nullptr) {
+    return unsupported("no CUDA kernel for a ", to_string(p.checkpoint), " checkpoint with ",
+                       to_string(p.activation),
+                       " activations; there are f32/f32, f32/bf16 and bf16/bf16");
+  }
+  return {};
+}
+
+Status validate_delta_rule(const DeltaRuleCudaParams& p) {
+  RSSM_RETURN_IF_ERROR(check_delta_rule_support(p));
+  if (p.row_count > 0 && p.rows == nullptr) {
+    return invalid_argument("rows is null, expected device memory");
+  }
+  RSSM_RETURN_IF_ERROR(check_pointer("state", p.state));
+  RSSM_RETURN_IF_ERROR(check_pointer("k ring", p.ring_k));
+  RSSM_RETURN_IF_ERROR(check_pointer("k scale ring", p.ring_k_scale));
+  RSSM_RETURN_IF_ERROR(check_pointer("v ring", p.ring_v));
+  RSSM_RETURN_IF_ERROR(check_pointer("decay ring", p.ring_decay));
+  RSSM_RETURN_IF_ERROR(check_pointer("beta ring", p.ring_beta));
+  RSSM_RETURN_IF_ERROR(check_pointer("delta ring", p.ring_delta));
+  RSSM_RETURN_IF_ERROR(
+      check_strides({{"state slot stride", p.state_slot_stride, p.checkpoint},
+                     {"state head stride", p.state_head_stride, p.checkpoint},
+                     {"k ring slot stride", p.ring_k_slot_stride, p.activation},
+                     {"k ring head stride", p.ring_k_head_stride, p.activation},
+                     {"v ring slot stride", p.ring_v_slot_stride, p.activation},
+                     {"v ring head stride", p.ring_v_head_stride, p.activation},
+                     {"delta ring slot stride", p.ring_delta_slot_stride, p.activation},
+                     {"delta ring head stride", p.ring_delta_head_stride, p.activation}}));
+  if (p.shape.channel_decay) {
+    RSSM_RETURN_IF_ERROR(
+        check_strides({{"decay ring slot stride", p.ring_decay_slot_stride, DType::kF32},
+                       {"decay ring head stride", p.ring_decay_head_stride, DType::kF32}}));
+  }
+  if (p.token_count == 0) return {};
+  RSSM_RETURN_IF_ERROR(check_pointer("q", p.q));
+  RSSM_RETURN_IF_ERROR(check_pointer("k", p.k));
+  RSSM_RETURN_IF_ERROR(check_pointer("v", p.v));
+  RSSM_RETURN_IF_ERROR(check_pointer("a", p.gate));
+  RSSM_RETURN_IF_ERROR(check_pointer("b", p.beta));
+  RSSM_RETURN_IF_ERROR(check_pointer("o", p.o));
+  if (p.shape.channel_decay) {
+    const DType gate = p.gate_is_f32 ? DType::kF32 : p.activation;
+    RSSM_RETURN_IF_ERROR(check_strides({{"a token stride", p.gate_token_stride, gate},
+                                        {"a head stride", p.gate_head_stride, gate}}));
+  }
+  return check_strides({{"q token stride", p.q_token_stride, p.activation},
+                        {"q head stride", p.q_head_stride, p.activation},
+                        {"k token stride", p.k_token_stride, p.activation},
+                        {"k head stride", p.k_head_stride, p.activation},
+                        {"v token stride", p.v_token_stride, p.activation},
+                        {"v head stride", p.v_head_stride, p.activation}});
+}
+
+Status delta_rule_cuda_step(const DeltaRuleCudaParams& params, const DeltaRuleCudaConfig& config,
+                            cudaStream_t stream) {
+  RSSM_RETURN_IF_ERROR(validate_delta_rule(params));
+  return launch_step(params, config, stream);
+}
+
+Status delta_rule_cuda_step(const DeltaRuleCudaParams& params, const CudaDeviceInfo& device,
+                            cudaStream_t stream) {
+  RSSM_RETURN_IF_ERROR(validate_delta_rule(params));
+  RSSM_ASSIGN_OR_RETURN(const DeltaRuleCudaConfig config, choose_delta_rule_config(params, device));
+  return launch_step(params, config, stream);
+}
+
+}  // namespace replayssm::cuda

@@ -1,0 +1,186 @@
+// A block's share of a step of the delta rule: which parts of which row, and where their data lies.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/gates.cuh"
+#include "cuda/vector.cuh"
+#include "cuda/warp.cuh"
+#include "ops/delta_rule/cuda/config.h"
+#include "ops/delta_rule/cuda/params.h"
+
+namespace replayssm::cuda {
+
+template <typename State, typename Act>
+class DeltaRuleRow {
+ protected:
+  /// A warp's tile of a part.
+  struct Position {
+    int head;
+    int part;  // of the head's
+    int v0;    // first row
+  };
+
+  __device__ __forceinline__ DeltaRuleRow(const DeltaRuleCudaParams& params,
+                                          const DeltaRuleLaunch& shape)
+      : p(params), launch(shape) {
+    thread = static_cast<int>(threadIdx.x);
+    lane = thread % kWarpLanes;
+    warp = thread / kWarpLanes;
+    places = p.limits.record_places();
+    key_head = static_cast<int>(blockIdx.y);
+    part_begin = static_cast<int>(blockIdx.x) * launch.parts;
+    part_count = min(launch.parts, launch.parts_per_key - part_begin);
+  }
+
+  __device__ __forceinline__ void read_row() {
+    const auto* at = reinterpret_cast<const uint4*>(p.rows + blockIdx.z);
+    const uint4 words[2] = {at[0], at[1]};
+    PlannedRow r;
+    memcpy(&r, words, sizeof(r));
+    kind = r.kind;
+    token_begin = r.token_begin;
+    token_count = r.token_count;
+    slot = r.slot;
+    live = r.live;
+    first_place = r.first_place;
+    zero = r.zero;
+    own = kind == PlannedRow::kCommitted ? 0 : static_cast<int>(token_count);
+  }
+
+  __device__ __forceinline__ Position first_position() const {
+    const int head = part_begin / launch.parts_per_head;
+    const int part = part_begin - head * launch.parts_per_head;
+    return {key_head * launch.heads_per_key + head, part,
+            (part * launch.warps + warp) * kDeltaRuleTileRows};
+  }
+  __device__ __forceinline__ void advance(Position& at) const {
+    at.v0 += launch.warps * kDeltaRuleTileRows;
+    if (++at.part == launch.parts_per_head) {
+      ++at.head;
+      at.part = 0;
+      at.v0 = warp * kDeltaRuleTileRows;
+    }
+  }
+  /// The warp has a tile there: a head's last part may be short.
+  __device__ __forceinline__ bool present(const Position& at) const {
+    return at.v0 < launch.tiles_per_head * kDeltaRuleTileRows;
+  }
+
+  __device__ __forceinline__ int head_of(int part) const {
+    return key_head * launch.heads_per_key + (part_begin + part) / launch.parts_per_head;
+  }
+  /// Exactly one part of a head appends what the head records once.
+  __device__ __forceinline__ bool is_first_of_head(int part) const {
+    return (part_begin + part) % launch.parts_per_head == 0;
+  }
+  __device__ __forceinline__ bool is_first_of_key() const { return part_begin == 0; }
+
+  __device__ __forceinline__ void zero_outputs() const {
+    Position at = first_position();
+    for (int part = 0; part < part_count; ++part, advance(at)) {
+      if (!present(at) || lane >= kDeltaRuleTileRows) continue;
+      for (std::int64_t t = 0; t < token_count; ++t) output(t, at)[lane] = narrow<Act>(0.0f);
+    }
+  }
+
+  // ---- Addresses ----
+
+  __device__ __forceinline__ int place(int entry) const {
+    const int at = first_place + entry;
+    return at < places ? at : at - places;
+  }
+  __device__ __forceinline__ State* state(const Position& at) const {
+    return static_cast<State*>(p.state) + slot * p.state_slot_stride +
+           at.head * p.state_head_stride + at.v0 * p.shape.key_dim;
+  }
+  __device__ __forceinline__ Act* ring_k(int entry) const {
+    return static_cast<Act*>(p.ring_k) + slot * p.ring_k_slot_stride +
+           key_head * p.ring_k_head_stride + place(entry) * p.shape.key_dim;
+  }
+  __device__ __forceinline__ float* ring_k_scale(int entry) const {
+    return p.ring_k_scale + slot * p.ring_k_scale_slot_stride +
+           key_head * p.ring_k_scale_head_stride + place(entry);
+  }
+  /// Place 0 of the rings of v and of deltas, and token 0 of v and o; the tile's rows.
+  __device__ __forceinline__ Act* ring_v(const Position& at) const {
+    return static_cast<Act*>(p.ring_v) + slot * p.ring_v_slot_stride +
+           at.head * p.ring_v_head_stride + at.v0;
+  }
+  __device__ __forceinline__ Act* ring_delta(const Position& at) const {
+    return static_cast<Act*>(p.ring_delta) + slot * p.ring_delta_slot_stride +
+           at.head * p.ring_delta_head_stride + at.v0;
+  }
+  __device__ __forceinline__ std::int64_t value_offset(int entry) const {
+    return place(entry) * p.shape.value_dim;
+  }
+  __device__ __forceinline__ float* ring_decay(int head, int entry) const {
+    return p.ring_decay + slot * p.ring_decay_slot_stride + head * p.ring_decay_head_stride +
+           place(entry) * std::int64_t{launch.decays};
+  }
+  __device__ __forceinline__ float* ring_beta(int head, int entry) const {
+    return p.ring_beta + slot * p.ring_beta_slot_stride + head * p.ring_beta_head_stride +
+           place(entry);
+  }
+  __device__ __forceinline__ const Act* token_q(std::int64_t t) const {
+    return static_cast<const Act*>(p.q) + (token_begin + t) * p.q_token_stride +
+           key_head * p.q_head_stride;
+  }
+  __device__ __forceinline__ const Act* token_k(std::int64_t t) const {
+    return static_cast<const Act*>(p.k) + (token_begin + t) * p.k_token_stride +
+           key_head * p.k_head_stride;
+  }
+  __device__ __forceinline__ const Act* token_v(std::int64_t t, const Position& at) const {
+    return static_cast<const Act*>(p.v) + (token_begin + t) * p.v_token_stride +
+           at.head * p.v_head_stride + at.v0;
+  }
+  __device__ __forceinline__ Act* output(std::int64_t t, const Position& at) const {
+    return static_cast<Act*>(p.o) + (token_begin + t) * p.o_token_stride +
+           at.head * p.o_head_stride + at.v0;
+  }
+  /// A gate or beta as received.
+  struct Raw {
+    const void* at;
+    bool is_f32;
+
+    __device__ __forceinline__ float operator*() const {
+      return is_f32 ? *static_cast<const float*>(at) : widen(*static_cast<const Act*>(at));
+    }
+  };
+  static __device__ __forceinline__ Raw raw(const void* data, bool is_f32, std::int64_t index) {
+    const auto* bytes = static_cast<const unsigned char*>(data);
+    return {bytes + index * (is_f32 ? 4 : static_cast<int>(sizeof(Act))), is_f32};
+  }
+  __device__ __forceinline__ Raw raw_gate(std::int64_t t, int head) const {
+    return raw(p.gate, p.gate_is_f32,
+               (token_begin + t) * p.gate_token_stride + head * p.gate_head_stride);
+  }
+  /// Decay of a raw gate; `channel` 0 where a head has one.
+  __device__ __forceinline__ float token_decay(float raw_gate, int head, int channel) const {
+    const float a_log = p.a_log == nullptr ? 0.0f : p.a_log[head];
+    const float bias = p.dt_bias == nullptr ? 0.0f : p.dt_bias[head * launch.decays + channel];
+    const float u = __fadd_rn(raw_gate, bias);
+    return exp_f32(p.bounded ? bounded_log_decay(a_log, u, p.lower_bound)
+                             : softplus_log_decay(a_log, u));
+  }
+  __device__ __forceinline__ float beta(std::int64_t t, int head) const {
+    return delta_rule_beta(
+        *raw(p.beta, p.beta_is_f32, (token_begin + t) * p.beta_token_stride + head),
+        p.beta_doubled);
+  }
+
+  const DeltaRuleCudaParams& p;
+  const DeltaRuleLaunch& launch;
+  int thread, lane, warp, places;
+  int key_head, part_begin, part_count;
+
+  std::int64_t token_begin, token_count;
+  int slot;
+  int live;         // records to replay or fold
+  int first_place;  // of the oldest
+  int own;          // tokens a tentative row appends; 0 for a committed row
+  PlannedRow::Kind kind;
+  bool zero;  // the checkpoint is zero by definition and never loaded
+};
+
+}  // namespace replayssm::cuda
