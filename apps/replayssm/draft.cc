@@ -5,6 +5,7 @@
 
 #include "io/quote.h"
 #include "runtime/draft/model_draft.h"
+#include "runtime/draft/mtp_draft.h"
 
 namespace replayssm::app {
 namespace {
@@ -62,7 +63,8 @@ Status check_draft(const std::string& source, int tokens, DecodeMode decode, int
     }
     return {};
   }
-  if (source.empty()) return invalid_argument("--draft is empty, expected none, ngram or a folder");
+  if (source.empty())
+    return invalid_argument("--draft is empty, expected none, ngram, mtp or a folder");
   if (source == "tree") {
     return unsupported("--draft tree: draft trees are not supported, drafts are chains of tokens");
   }
@@ -79,14 +81,18 @@ Status check_draft(const std::string& source, int tokens, DecodeMode decode, int
 }
 
 Result<LoadedDraft> load_draft(const Session& session, const std::string& source) {
-  LoadedDraft draft{.source = source, .ngram = {}, .model = nullptr};
+  LoadedDraft draft{.source = source, .ngram = {}, .model = nullptr, .head = nullptr};
   if (source == "none") return draft;
   RSSM_ASSIGN_OR_RETURN(draft.ngram, parse_ngram(source));
   if (draft.ngram) return draft;
   if (source == "mtp") {
-    return unsupported("--draft mtp: ", session.folder, ": model_type ",
-                       session.model->description().model_type,
-                       " has no multi-token-prediction head to draft with");
+    Result<std::unique_ptr<MtpHead>> head = session.model->load_mtp_head(*session.backend);
+    if (!head.ok()) {
+      return make_status(head.status().code(), "--draft mtp: ", session.folder, ": ",
+                         head.status().message());
+    }
+    draft.head = std::move(head).value();
+    return draft;
   }
   RSSM_ASSIGN_OR_RETURN(const Tokenizer tokenizer, Tokenizer::load(source + "/tokenizer.json"));
   RSSM_RETURN_IF_ERROR(
@@ -106,6 +112,12 @@ Result<std::unique_ptr<DraftSource>> create_draft(const Session& session, const 
   if (draft.source == "none") return std::unique_ptr<DraftSource>();
   if (draft.ngram) {
     RSSM_ASSIGN_OR_RETURN(std::unique_ptr<DraftSource> source, NgramDraft::create(*draft.ngram));
+    return source;
+  }
+  if (draft.head != nullptr) {
+    RSSM_ASSIGN_OR_RETURN(std::unique_ptr<DraftSource> source,
+                          MtpDraft::create(draft.head, session.backend,
+                                           {.draft_tokens = tokens, .context = context, .kv = {}}));
     return source;
   }
   RSSM_ASSIGN_OR_RETURN(

@@ -21,11 +21,12 @@ Status check_draft(const std::string& source, int tokens, DecodeMode decode, int
 struct LoadedDraft {
   std::string source = "none";
   std::optional<NgramOptions> ngram;
-  std::shared_ptr<Model> model;  // of a folder
+  std::shared_ptr<Model> model;   // of a folder
+  std::shared_ptr<MtpHead> head;  // of the session's model
 };
 
-/// Loads a draft model. Refuses one with another vocabulary than the session's, naming both, and
-/// "mtp" on a model without such a head.
+/// Loads a draft model, or the model's own head. Refuses a model with another vocabulary than the
+/// session's, naming both, and heads as Model::load_mtp_head does.
 Result<LoadedDraft> load_draft(const Session& session, const std::string& source);
 
 /// A source for a run; null for none. `context`: most tokens of a text.

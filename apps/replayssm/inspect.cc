@@ -6,6 +6,7 @@
 
 #include "model/model.h"
 #include "report.h"
+#include "runtime/draft/mtp_draft.h"
 #include "runtime/engine.h"
 
 namespace replayssm::app {
@@ -33,6 +34,7 @@ struct Sizes {
   SequenceBytes f32;
   std::size_t state_bf16 = 0;
   std::size_t conv = 0;  // width - 1 columns in bf16, as serving engines keep them
+  std::size_t mtp_kv_per_token = 0;
 };
 
 Result<Sizes> sizes(const ModelDescription& model, EngineOptions options) {
@@ -41,6 +43,9 @@ Result<Sizes> sizes(const ModelDescription& model, EngineOptions options) {
   options.state = DType::kBF16;
   RSSM_ASSIGN_OR_RETURN(const SequenceBytes bf16, sequence_bytes(model, options));
   out.state_bf16 = bf16.state.checkpoint;
+  if (model.mtp_layers > 0) {
+    out.mtp_kv_per_token = KvCache::bytes_per_token(kv_options(model, MtpDraftOptions{}));
+  }
   for (const LayerSpec& layer : model.ssm_layers) {
     out.conv += static_cast<std::size_t>((layer.conv.width - 1) * layer.conv.channels) *
                 size_of(DType::kBF16);
@@ -84,6 +89,7 @@ Status run(const InspectCommand& command) {
     json["ring_type"] = to_string(pool_options(model, options).activation);
     json["kv_bytes_per_token"] = size.f32.kv_per_token;
     json["kv_type"] = to_string(model.dtype);
+    json["mtp_kv_bytes_per_token"] = size.mtp_kv_per_token;
     json["context"] = command.context;
     json["bytes_per_sequence"] = per_sequence;
     if (memory > 0) {
@@ -107,6 +113,9 @@ Status run(const InspectCommand& command) {
        fmt::format("window {}, draft capacity {}", command.window, command.draft));
   show("convolution ring", size.f32.state.conv_ring, "");
   show("KV cache, per token", size.f32.kv_per_token, to_string(model.dtype));
+  if (model.mtp_layers > 0) {
+    show("MTP head's, per token", size.mtp_kv_per_token, "with --draft mtp, not counted below");
+  }
   show("sequence", per_sequence,
        fmt::format("f32 state, rings, KV cache of {} tokens", command.context));
   if (memory > 0) {

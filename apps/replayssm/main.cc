@@ -71,7 +71,7 @@ void add_generate(CLI::App& app, GenerateCommand& command) {
       app.add_option("--draft", command.draft,
                      "Source of drafts: ngram (what followed the last 2 to 5 tokens before; "
                      "ngram:MIN-MAX for other lengths), the folder of a smaller model of the same "
-                     "vocabulary, or mtp (the model's own head, if it has one)")
+                     "vocabulary, or mtp (the model's own multi-token-prediction head)")
           ->option_text("none|ngram|mtp|DIR [none]");
   app.add_option("--draft-tokens", command.draft_tokens, "Most tokens drafted per step")
       ->check(CLI::Range(1, kMaxDraftTokens))

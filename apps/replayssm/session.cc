@@ -78,6 +78,7 @@ Result<Run> run_generation(const Session& session, std::span<const std::int32_t>
   engine_options.window = settings.window;
   engine_options.state = settings.state;
   engine_options.draft_capacity = settings.draft != nullptr ? settings.draft_tokens + 1 : 1;
+  engine_options.hidden_states = settings.draft != nullptr && settings.draft->head != nullptr;
   const std::size_t restored = sessions.load != nullptr ? sessions.load->tokens().size() : 0;
   engine_options.context = static_cast<std::int64_t>(restored + prompt.size()) + options.max_tokens;
   RSSM_ASSIGN_OR_RETURN(

@@ -12,6 +12,7 @@
 
 #include "backend/kv_cache.h"
 #include "replayssm/ops/causal_conv1d.h"
+#include "replayssm/ops/gated_delta_net.h"
 #include "replayssm/ops/mamba2.h"
 #include "replayssm/state_pool.h"
 #include "replayssm/status.h"
@@ -40,6 +41,12 @@ struct AttentionShape {
   float scale = 1.0f;  // applied to q . k
 };
 
+/// What a gate's values go through before they multiply.
+enum class GateFunction : std::uint8_t {
+  kSilu,     // z / (1 + e^-z)
+  kSigmoid,  // 1 / (1 + e^-z)
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -61,6 +68,9 @@ class Backend {
                                const CausalConv1dOperands& operands) = 0;
   virtual Status mamba2(StatePool& pool, int layer, Step& step, const Mamba2Params& params,
                         const Mamba2Operands& operands) = 0;
+  virtual Status gated_delta_net(StatePool& pool, int layer, Step& step,
+                                 const GatedDeltaNetParams& params,
+                                 const GatedDeltaNetOperands& operands) = 0;
 
   /// out[t] = table[tokens[t]]. table (vocabulary, features) in f32, bf16 or f16; ids are in range.
   virtual void embed(std::span<const std::int32_t> tokens, const TensorView& table,
@@ -73,7 +83,8 @@ class Backend {
   virtual Status matmul(std::span<const ForwardRow> rows, const TensorView& x, const TensorView& w,
                         const TensorView& y) = 0;
 
-  /// out = x * rsqrt(mean(x^2) + eps) * weight, per token. weight (features) f32. out may be x.
+  /// out = x * rsqrt(mean(x^2) + eps) * weight, per row. weight (features) f32. out may be x. Rows
+  /// may be heads of tokens, and further apart than they are long.
   virtual void rms_norm(const TensorView& x, const TensorView& weight, float eps,
                         const TensorView& out) = 0;
 
@@ -82,13 +93,29 @@ class Backend {
   virtual void gated_rms_norm(const TensorView& y, const TensorView& z, const TensorView& weight,
                               std::int64_t groups, float eps, const TensorView& out) = 0;
 
+  /// x *= f(gate) in place. x, gate (rows, features), rows as in rms_norm.
+  virtual void gate(const TensorView& x, const TensorView& gate, GateFunction f) = 0;
+
   /// x = max(x, 0)^2 in place.
   virtual void relu_squared(const TensorView& x) = 0;
 
   /// x += y.
   virtual void add(const TensorView& x, const TensorView& y) = 0;
 
-  /// Causal grouped-query attention without positional encoding. Writes k and v of the step's
+  /// Angles of rotary position embedding for the tokens of `rows`, once for all layers of a pass:
+  ///   table[t] = cos(p f_0) .. cos(p f_n-1) | sin(p f_0) .. sin(p f_n-1),  p the token's position,
+  /// f the n `frequencies` in radians per position. table (tokens, 2n) f32; the products are taken
+  /// in fp64, so that angles stay right at any position.
+  virtual void rotary_table(std::span<const ForwardRow> rows, std::span<const double> frequencies,
+                            const TensorView& table) = 0;
+
+  /// Turns the pairs (j, j + n), j < n, of every head by its token's angles, in place:
+  ///   x_j, x_j+n = x_j cos_j - x_j+n sin_j, x_j+n cos_j + x_j sin_j
+  /// x (tokens, heads, head_dim >= 2n); the rest of a head is left as it is.
+  virtual void rotate(const TensorView& table, const TensorView& x) = 0;
+
+  /// Causal grouped-query attention; keys and queries carry their positional encoding, if the model
+  /// has one. Writes k and v of the step's
   /// tokens into `cache` at their absolute positions, then for a token at position p
   ///   out = sum_j softmax_j(scale * q . k_j) v_j, j in [0, p].
   /// q, out (tokens, query_heads * head_dim); k, v (tokens, kv_heads * head_dim). `layer` counts

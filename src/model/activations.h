@@ -45,6 +45,14 @@ inline TensorView columns(TensorView matrix, std::int64_t first, std::int64_t co
   return matrix;
 }
 
+/// A contiguous (tokens, parts * inner) as a matrix (tokens * parts, inner), without a copy.
+inline TensorView part_rows(TensorView matrix, std::int64_t parts) {
+  matrix.shape[0] *= parts;
+  matrix.shape[1] /= parts;
+  matrix.strides[0] = matrix.shape[1];
+  return matrix;
+}
+
 /// (tokens, parts * inner) as (tokens, parts, inner), without a copy.
 inline TensorView split(TensorView matrix, std::int64_t parts) {
   const std::int64_t inner = matrix.shape[1] / parts;

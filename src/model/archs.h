@@ -6,5 +6,6 @@
 namespace replayssm {
 
 extern const ModelFamily kNemotronH;
+extern const ModelFamily kQwen35;
 
 }  // namespace replayssm

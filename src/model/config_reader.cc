@@ -82,11 +82,15 @@ void ConfigReader::fail(Status status) {
   if (status_.ok()) status_ = std::move(status);
 }
 
-void ConfigReader::fail_key(std::string_view key, std::string_view expected) {
+Status ConfigReader::refused(std::string_view key, std::string_view expected) const {
   const nlohmann::json* value = json_->find(key);
-  fail(invalid_argument(name_, ": ", key, " is ",
-                        value == nullptr ? std::string("missing") : shown(*value), ", expected ",
-                        expected));
+  return invalid_argument(name_, ": ", key, " is ",
+                          value == nullptr ? std::string("missing") : shown(*value), ", expected ",
+                          expected);
+}
+
+void ConfigReader::fail_key(std::string_view key, std::string_view expected) {
+  fail(refused(key, expected));
 }
 
 bool ConfigReader::has(std::string_view key) const { return json_->find(key) != nullptr; }
@@ -183,6 +187,14 @@ std::vector<std::int64_t> ConfigReader::integers(std::string_view key) {
     out.push_back(item.get<std::int64_t>());
   }
   return out;
+}
+
+Result<ConfigReader> ConfigReader::object(std::string_view key) const {
+  const nlohmann::json* value = json_->find(key);
+  if (value == nullptr || !value->is_object()) return refused(key, "an object");
+  auto json = std::make_unique<Json>();
+  json->object = *value;
+  return ConfigReader(std::move(json), name_ + ": " + std::string(key));
 }
 
 }  // namespace replayssm

@@ -42,6 +42,9 @@ class ConfigReader {
   std::vector<double> numbers(std::string_view key);
   /// A number or a list of numbers; empty if absent or null.
   std::vector<std::int64_t> integers(std::string_view key);
+  /// Required: an object, as a reader of its own with a status of its own. Messages call it by both
+  /// names.
+  Result<ConfigReader> object(std::string_view key) const;
 
   const std::string& name() const { return name_; }
 
@@ -49,6 +52,7 @@ class ConfigReader {
   struct Json;
   ConfigReader(std::unique_ptr<Json> json, std::string name);
 
+  Status refused(std::string_view key, std::string_view expected) const;
   void fail_key(std::string_view key, std::string_view expected);
 
   std::unique_ptr<Json> json_;

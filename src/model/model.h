@@ -36,6 +36,7 @@ struct ModelDescription {
   std::int64_t hidden_size = 0;
   std::int64_t vocab_size = 0;
   std::int64_t max_position = 0;  // longest context trained for; 0: unknown
+  std::int64_t mtp_layers = 0;    // of the multi-token-prediction head; 0: none that can be used
   std::optional<std::int32_t> bos;
   std::vector<std::int32_t> eos;
 };
@@ -46,6 +47,31 @@ struct ForwardInput {
   std::span<const std::int32_t> tokens;
   /// Of each row, how many of its last tokens need logits.
   std::span<const std::int64_t> logit_counts;
+};
+
+struct ForwardOutput {
+  TensorView logits;  // (sum of logit_counts, vocab_size) f32, in row order
+  /// (tokens, hidden_size) f32: what logits are computed from, after the final norm, of every
+  /// token. Empty: not wanted.
+  TensorView hidden;
+};
+
+/// A multi-token-prediction head: from the hidden state of a token and the token after it, it
+/// predicts the one after both. Its attention has keys and values of its own: one layer, with the
+/// model's number of KV heads and their dimension.
+class MtpHead {
+ public:
+  virtual ~MtpHead() = default;
+
+  /// Of the model it belongs to.
+  virtual const ModelDescription& description() const = 0;
+
+  /// Runs rows of pairs. input.tokens[i] is the token after the one that hidden[i] is of; positions
+  /// are places in `cache`, of which only differences matter. hidden (tokens, hidden_size) f32: the
+  /// model's, or what the head itself put out for the pair before. See ForwardOutput; the outputs
+  /// overlap no input.
+  virtual Status forward(Backend& backend, KvCache& cache, const ForwardInput& input,
+                         const TensorView& hidden, const ForwardOutput& out) = 0;
 };
 
 class Model {
@@ -61,10 +87,14 @@ class Model {
   /// Hands the pool what its layers need beyond geometry.
   virtual Status bind(StatePool& pool) const = 0;
 
-  /// Runs all layers for one step. `logits` (sum of logit_counts, vocab_size) f32, in row order.
-  /// On failure the step cannot be committed.
+  /// Runs all layers for one step. On failure the step cannot be committed.
   virtual Status forward(Backend& backend, StatePool& pool, Step& step, KvCache& cache,
-                         const ForwardInput& input, const TensorView& logits) = 0;
+                         const ForwardInput& input, const ForwardOutput& out) = 0;
+
+  /// The model's multi-token-prediction head, read from its checkpoint now: plain decoding does
+  /// not need it, and copies without it are common. Refuses a model that has none, by name, and a
+  /// head of which a tensor is missing, has another shape or is not known, by the tensor's.
+  virtual Result<std::unique_ptr<MtpHead>> load_mtp_head(Backend& backend) const;
 
  private:
   std::string id_;
@@ -73,6 +103,7 @@ class Model {
 /// One architecture: how to read its configuration and its weights.
 struct ModelFamily {
   const char* model_type;
+  const char* text_model_type = nullptr;  // where the text model's configuration is on its own
   Result<ModelDescription> (*describe)(ConfigReader& config);
   Result<std::unique_ptr<Model>> (*load)(ConfigReader& config,
                                          std::shared_ptr<const Checkpoint> weights,

@@ -8,13 +8,13 @@
 #include "io/quote.h"
 #include "model/activations.h"
 #include "model/archs.h"
+#include "model/config_fields.h"
+#include "model/output_head.h"
 #include "model/weights.h"
 
 namespace replayssm {
 namespace {
 
-constexpr std::int64_t kMaxDim = std::int64_t{1} << 24;
-constexpr std::int64_t kMaxHeads = std::int64_t{1} << 16;  // and their dimension
 constexpr const char* kBodyPrefixes[] = {"backbone.", "model."};
 
 enum class Block : char { kMamba = 'M', kAttention = '*', kMlp = '-', kMoe = 'E' };
@@ -102,35 +102,6 @@ std::vector<Block> read_blocks(ConfigReader& config) {
   return blocks;
 }
 
-void refuse_unless(ConfigReader& config, bool holds, const char* what) {
-  if (!holds) config.fail(unsupported(config.name(), ": ", what, " is not supported"));
-}
-
-DType read_dtype(ConfigReader& config) {
-  const std::string name =
-      config.string_or(config.has("dtype") ? "dtype" : "torch_dtype", "bfloat16");
-  if (name == "float32") return DType::kF32;
-  if (name == "float16") return DType::kF16;
-  if (name != "bfloat16") {
-    config.fail(unsupported(config.name(), ": dtype is ", quote(name),
-                            ", expected float32, bfloat16 or float16"));
-  }
-  return DType::kBF16;
-}
-
-std::vector<std::int32_t> read_token_ids(ConfigReader& config, const char* key,
-                                         std::int64_t vocab) {
-  std::vector<std::int32_t> out;
-  for (const std::int64_t id : config.integers(key)) {
-    if (id < 0 || id >= vocab) {
-      config.fail(
-          invalid_argument(config.name(), ": ", key, " is ", id, ", expected 0..", vocab - 1));
-    }
-    out.push_back(static_cast<std::int32_t>(id));
-  }
-  return out;
-}
-
 Result<Config> read_config(ConfigReader& config) {
   Config c;
   ModelDescription& d = c.description;
@@ -166,19 +137,9 @@ Result<Config> read_config(ConfigReader& config) {
   }
   c.conv_bias = config.boolean_or("use_conv_bias", true);
   if (d.layers.attention > 0) {
-    c.attention.query_heads = config.integer("num_attention_heads", 1, kMaxHeads);
-    c.attention.kv_heads =
-        config.integer_or("num_key_value_heads", 1, kMaxHeads, c.attention.query_heads);
-    c.attention.head_dim = config.integer("head_dim", 1, kMaxHeads);
-    c.attention.scale = 1.0f / std::sqrt(static_cast<float>(c.attention.head_dim));
+    c.attention = read_attention_shape(config);
     d.kv_heads = c.attention.kv_heads;
     d.kv_head_dim = c.attention.head_dim;
-    if (config.status().ok() && c.attention.query_heads % c.attention.kv_heads != 0) {
-      config.fail(
-          invalid_argument(config.name(), ": num_attention_heads is ", c.attention.query_heads,
-                           ", expected a multiple of num_key_value_heads ", c.attention.kv_heads));
-    }
-    refuse_unless(config, !config.has("sliding_window"), "sliding_window");
   }
   if (d.layers.mlp > 0) c.mlp_size = config.integer("intermediate_size", 1, kMaxDim);
 
@@ -199,17 +160,10 @@ Result<Config> read_config(ConfigReader& config) {
   c.tied = config.boolean_or("tie_word_embeddings", false);
   c.has_mtp = config.integer_or("num_nextn_predict_layers", 0, 16, 0) > 0;
   for (const char* bias : {"use_bias", "mamba_proj_bias", "mlp_bias", "attention_bias"}) {
-    if (config.boolean_or(bias, false)) {
-      config.fail(unsupported(config.name(), ": ", bias, " is true, which is not supported"));
-    }
+    refuse_true(config, bias);
   }
-  for (const auto& [key, expected] :
-       {std::pair{"mamba_hidden_act", "silu"}, std::pair{"mlp_hidden_act", "relu2"}}) {
-    if (const std::string found = config.string_or(key, expected); found != expected) {
-      config.fail(
-          unsupported(config.name(), ": ", key, " is ", quote(found), ", expected ", expected));
-    }
-  }
+  require_name(config, "mamba_hidden_act", "silu");
+  require_name(config, "mlp_hidden_act", "relu2");
   RSSM_RETURN_IF_ERROR(config.status());
 
   d.ssm_layers.assign(static_cast<std::size_t>(d.layers.ssm),
@@ -220,12 +174,6 @@ Result<Config> read_config(ConfigReader& config) {
 Result<ModelDescription> describe(ConfigReader& config) {
   RSSM_ASSIGN_OR_RETURN(Config c, read_config(config));
   return std::move(c.description);
-}
-
-TensorView vector_view(const std::vector<float>& values) {
-  return values.empty() ? TensorView{}
-                        : TensorView::contiguous(values.data(), DType::kF32,
-                                                 {static_cast<std::int64_t>(values.size())});
 }
 
 struct MambaWeights {
@@ -252,14 +200,7 @@ MambaWeights read_mamba(WeightReader& weights, const std::string& name, const Co
   MambaWeights w;
   w.in_proj = weights.matrix(name + "in_proj.weight", c.projection(), hidden);
   w.out_proj = weights.matrix(name + "out_proj.weight", hidden, c.inner());
-  const std::vector<float> conv =
-      weights.values(name + "conv1d.weight", {c.conv.channels, 1, c.conv.width});
-  w.conv_weight.resize(conv.size());
-  const auto channels = static_cast<std::size_t>(c.conv.channels);
-  const auto width = static_cast<std::size_t>(c.conv.width);
-  for (std::size_t i = 0; i < conv.size(); ++i) {
-    w.conv_weight[i % width * channels + i / width] = conv[i];
-  }
+  w.conv_weight = weights.conv_taps(name + "conv1d.weight", c.conv);
   if (c.conv_bias) w.conv_bias = weights.values(name + "conv1d.bias", {c.conv.channels});
   w.a = weights.values(name + "A_log", {c.mamba.heads});
   for (float& a : w.a) a = -std::exp(a);
@@ -315,13 +256,13 @@ class NemotronH final : public Model {
   }
 
   Status forward(Backend& backend, StatePool& pool, Step& step, KvCache& cache,
-                 const ForwardInput& input, const TensorView& logits) override {
+                 const ForwardInput& input, const ForwardOutput& out) override {
     const auto tokens = static_cast<std::int64_t>(input.tokens.size());
     const std::int64_t hidden = config_.description.hidden_size;
     RSSM_ASSIGN_OR_RETURN(const TensorView x, buffers_.matrix(backend, kHidden, tokens, hidden));
     RSSM_ASSIGN_OR_RETURN(const TensorView normed,
                           buffers_.matrix(backend, kNormed, tokens, hidden));
-    RSSM_ASSIGN_OR_RETURN(const TensorView out, buffers_.matrix(backend, kOut, tokens, hidden));
+    RSSM_ASSIGN_OR_RETURN(const TensorView mixed, buffers_.matrix(backend, kOut, tokens, hidden));
     backend.embed(input.tokens, embeddings_, x);
     int ssm_layer = 0;
     int attention_layer = 0;
@@ -329,17 +270,17 @@ class NemotronH final : public Model {
       backend.rms_norm(x, vector_view(layer.norm), config_.eps, normed);
       if (const auto* mamba = std::get_if<MambaWeights>(&layer.mixer)) {
         RSSM_RETURN_IF_ERROR(
-            run_mamba(backend, pool, step, ssm_layer++, input.rows, *mamba, normed, out));
+            run_mamba(backend, pool, step, ssm_layer++, input.rows, *mamba, normed, mixed));
       } else if (const auto* attention = std::get_if<AttentionWeights>(&layer.mixer)) {
-        RSSM_RETURN_IF_ERROR(
-            run_attention(backend, cache, attention_layer++, input.rows, *attention, normed, out));
+        RSSM_RETURN_IF_ERROR(run_attention(backend, cache, attention_layer++, input.rows,
+                                           *attention, normed, mixed));
       } else {
         RSSM_RETURN_IF_ERROR(
-            run_mlp(backend, input.rows, std::get<MlpWeights>(layer.mixer), normed, out));
+            run_mlp(backend, input.rows, std::get<MlpWeights>(layer.mixer), normed, mixed));
       }
-      backend.add(x, out);
+      backend.add(x, mixed);
     }
-    return run_head(backend, input, x, logits);
+    return head_.run(backend, input, x, vector_view(final_norm_), config_.eps, lm_head_, out);
   }
 
  private:
@@ -375,7 +316,11 @@ class NemotronH final : public Model {
     lm_head_ = config_.tied && !weights.has("lm_head.weight")
                    ? embeddings_
                    : weights.matrix("lm_head.weight", d.vocab_size, d.hidden_size);
-    weights.check_all_used(config_.has_mtp ? "mtp." : "");
+    if (config_.has_mtp) {
+      weights.check_all_used("", {"mtp."});
+    } else {
+      weights.check_all_used("", {});
+    }
     return weights.status();
   }
 
@@ -449,36 +394,13 @@ class NemotronH final : public Model {
     return backend.matmul(rows, up, w.down, out);
   }
 
-  /// Final norm and logits of the last tokens of every row that asks for them.
-  Status run_head(Backend& backend, const ForwardInput& input, const TensorView& x,
-                  const TensorView& logits) {
-    head_rows_.clear();
-    std::int64_t wanted = 0;
-    for (std::size_t i = 0; i < input.rows.size(); ++i) {
-      ForwardRow row = input.rows[i];
-      const std::int64_t count = input.logit_counts[i];
-      const std::int64_t from = row.begin + row.count - count;
-      // The destination never overtakes the source, so rows move up in place.
-      backend.copy_rows(x, from, x, wanted, count);
-      row.begin = wanted;
-      row.count = count;
-      if (count > 0) head_rows_.push_back(row);
-      wanted += count;
-    }
-    if (wanted == 0) return {};
-    TensorView chosen = x;
-    chosen.shape[0] = wanted;
-    backend.rms_norm(chosen, vector_view(final_norm_), config_.eps, chosen);
-    return backend.matmul(head_rows_, chosen, lm_head_, logits);
-  }
-
   Config config_;
   std::shared_ptr<const Checkpoint> checkpoint_;  // keeps the mapped weights alive
   TensorView embeddings_, lm_head_;
   std::vector<Layer> layers_;
   std::vector<float> final_norm_;
   Activations buffers_;
-  std::vector<ForwardRow> head_rows_;
+  OutputHead head_;
 };
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include "io/file.h"
 #include "io/quote.h"
 #include "model/archs.h"
+#include "model/config_fields.h"
 #include "model/model.h"
 
 namespace replayssm {
@@ -11,7 +12,7 @@ namespace {
 
 // One line per architecture. A table rather than static registration: in a static library a file
 // nobody references is not linked, and its registration silently never runs.
-const ModelFamily* const kFamilies[] = {&kNemotronH};
+const ModelFamily* const kFamilies[] = {&kNemotronH, &kQwen35};
 
 constexpr std::uint64_t kMaxConfigBytes = std::uint64_t{16} << 20;
 
@@ -24,16 +25,9 @@ Status read_end_tokens(const std::string& folder, ModelDescription& description)
   const std::string path = folder + "/generation_config.json";
   if (!std::filesystem::exists(path)) return {};
   RSSM_ASSIGN_OR_RETURN(ConfigReader config, read_config(path));
-  const std::vector<std::int64_t> eos = config.integers("eos_token_id");
+  std::vector<std::int32_t> eos = read_token_ids(config, "eos_token_id", description.vocab_size);
   RSSM_RETURN_IF_ERROR(config.status());
-  if (!eos.empty()) description.eos.clear();
-  for (const std::int64_t id : eos) {
-    if (id < 0 || id >= description.vocab_size) {
-      return invalid_argument(path, ": eos_token_id is ", id, ", expected 0..",
-                              description.vocab_size - 1);
-    }
-    description.eos.push_back(static_cast<std::int32_t>(id));
-  }
+  if (!eos.empty()) description.eos = std::move(eos);
   return {};
 }
 
@@ -59,14 +53,22 @@ void touch(const Checkpoint& weights, const LoadProgress& progress) {
 
 }  // namespace
 
+Result<std::unique_ptr<MtpHead>> Model::load_mtp_head(Backend&) const {
+  return unsupported("model_type ", description().model_type,
+                     " has no multi-token-prediction head to draft with");
+}
+
 Result<const ModelFamily*> find_family(ConfigReader& config) {
   const std::string type = config.string_or("model_type", "");
   RSSM_RETURN_IF_ERROR(config.status());
   std::string known;
   for (const ModelFamily* family : kFamilies) {
-    if (type == family->model_type) return family;
-    known += known.empty() ? "" : ", ";
-    known += family->model_type;
+    for (const char* name : {family->model_type, family->text_model_type}) {
+      if (name == nullptr) continue;
+      if (type == name) return family;
+      known += known.empty() ? "" : ", ";
+      known += name;
+    }
   }
   return unsupported(config.name(), ": model_type ", type.empty() ? "is missing" : quote(type),
                      " is not supported, expected one of: ", known);

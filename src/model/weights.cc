@@ -90,11 +90,26 @@ std::vector<float> WeightReader::values(const std::string& name,
   return out;
 }
 
-void WeightReader::check_all_used(std::string_view ignored_prefix) {
+std::vector<float> WeightReader::conv_taps(const std::string& name, const ConvShape& shape) {
+  const std::vector<float> stored = values(name, {shape.channels, 1, shape.width});
+  std::vector<float> taps(stored.size());
+  const auto channels = static_cast<std::size_t>(shape.channels);
+  const auto width = static_cast<std::size_t>(shape.width);
+  for (std::size_t i = 0; i < stored.size(); ++i) {
+    taps[i % width * channels + i / width] = stored[i];
+  }
+  return taps;
+}
+
+void WeightReader::check_all_used(std::string_view prefix,
+                                  std::initializer_list<std::string_view> ignored) {
   if (!status_.ok()) return;
   for (const TensorInfo& tensor : checkpoint_.tensors()) {
-    if (used_.contains(tensor.name)) continue;
-    if (!ignored_prefix.empty() && tensor.name.starts_with(ignored_prefix)) continue;
+    if (!tensor.name.starts_with(prefix) || used_.contains(tensor.name)) continue;
+    if (std::any_of(ignored.begin(), ignored.end(),
+                    [&](std::string_view other) { return tensor.name.starts_with(other); })) {
+      continue;
+    }
     status_ = invalid_argument(tensor.file, ": tensor ", quote(tensor.name), " of shape ",
                                shape_text(tensor.shape),
                                " is not part of the model the configuration describes");

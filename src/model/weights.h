@@ -15,6 +15,13 @@
 
 namespace replayssm {
 
+/// A vector of weights as ops take it; empty for none.
+inline TensorView vector_view(const std::vector<float>& values) {
+  return values.empty() ? TensorView{}
+                        : TensorView::contiguous(values.data(), DType::kF32,
+                                                 {static_cast<std::int64_t>(values.size())});
+}
+
 /// Takes tensors from a checkpoint. The first one that is missing, has another shape or type is
 /// remembered (see status()), so that a model reads all its weights and checks once.
 class WeightReader {
@@ -34,9 +41,12 @@ class WeightReader {
   /// Any tensor of this shape as f32 values.
   std::vector<float> values(const std::string& name, std::initializer_list<std::int64_t> shape);
 
-  /// Fails if the checkpoint holds a tensor nobody asked for, except under `ignored_prefix` (empty:
-  /// no exception).
-  void check_all_used(std::string_view ignored_prefix);
+  /// A convolution's (channels, 1, width) as f32 (width, channels), which is how the op takes it.
+  std::vector<float> conv_taps(const std::string& name, const ConvShape& shape);
+
+  /// Fails if the checkpoint holds a tensor nobody asked for whose name starts with `prefix` and
+  /// with none of `ignored`.
+  void check_all_used(std::string_view prefix, std::initializer_list<std::string_view> ignored);
 
  private:
   const TensorInfo* find(const std::string& name, std::initializer_list<std::int64_t> shape);

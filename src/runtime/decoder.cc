@@ -61,6 +61,20 @@ Status Decoder::accept(Stream& stream, const Draft& draft, std::span<const float
   return {};
 }
 
+Status Decoder::tell(std::span<Stream* const> streams, std::span<const std::int64_t> accepted) {
+  if (source_ == nullptr || !source_->reads_hidden_states()) return {};
+  std::span<const float> hidden = engine_.hidden_states();
+  const auto size = static_cast<std::size_t>(engine_.model().hidden_size);
+  for (std::size_t i = 0; i < streams.size(); ++i) {
+    const std::int32_t sequence = streams[i]->sequence;
+    RSSM_ASSIGN_OR_RETURN(const std::int64_t position, engine_.position(sequence));
+    RSSM_RETURN_IF_ERROR(source_->read(sequence, position - accepted[i],
+                                       hidden.first(static_cast<std::size_t>(accepted[i]) * size)));
+    hidden = hidden.subspan(rows_[i].size() * size);
+  }
+  return {};
+}
+
 Status Decoder::step(std::span<Stream* const> streams) {
   RSSM_RETURN_IF_ERROR(draft(streams));
   std::vector<Work> work;
@@ -88,7 +102,8 @@ Status Decoder::step(std::span<Stream* const> streams) {
     logits = logits.subspan(size);
   }
   RSSM_RETURN_IF_ERROR(engine_.commit(accepted));
-  return status;
+  Status told = tell(streams, accepted);
+  return status.ok() ? told : status;
 }
 
 }  // namespace replayssm

@@ -48,6 +48,7 @@ class Decoder {
   ///   verify   a row of the text's last token and the draft, all rows in one forward pass
   ///   accept   by Sampler::verify, to the first rejection or the end of the text
   ///   commit   what was drawn: SSM states, convolutions and KV cache follow from the position
+  ///   tell     a source that reads them the hidden states of the accepted tokens
   ///
   /// A token after the end is neither drawn, nor given to the sink, nor counted. When a sink fails
   /// the step is committed for all streams, as far as each went, and the first error returned; the
@@ -60,6 +61,7 @@ class Decoder {
   Status draft(std::span<Stream* const> streams);
   Status accept(Stream& stream, const Draft& draft, std::span<const float> logits,
                 std::int64_t* accepted);
+  Status tell(std::span<Stream* const> streams, std::span<const std::int64_t> accepted);
 
   Engine& engine_;
   DraftSource* source_;

@@ -287,12 +287,19 @@ Result<std::span<const float>> Engine::run(std::span<const Work> work) {
   }
   const std::int64_t vocab = model_->description().vocab_size;
   logits_.resize(static_cast<std::size_t>(wanted * vocab));
+  ForwardOutput out{.logits = TensorView::contiguous(logits_.data(), DType::kF32, {wanted, vocab}),
+                    .hidden = {}};
+  if (options_.hidden_states) {
+    const auto tokens = static_cast<std::int64_t>(tokens_.size());
+    const std::int64_t size = model_->description().hidden_size;
+    hidden_.resize(static_cast<std::size_t>(tokens * size));
+    out.hidden = TensorView::contiguous(hidden_.data(), DType::kF32, {tokens, size});
+  }
   pool_.reset_traffic();
   backend_->attach(taken_ ? &*taken_ : nullptr);
   const Status status =
       model_->forward(*backend_, pool_, step, cache_,
-                      {.rows = rows_, .tokens = tokens_, .logit_counts = logit_counts_},
-                      TensorView::contiguous(logits_.data(), DType::kF32, {wanted, vocab}));
+                      {.rows = rows_, .tokens = tokens_, .logit_counts = logit_counts_}, out);
   backend_->attach(nullptr);
   if (!status.ok()) {
     // The first failure is what the caller needs to see; after it only the step's end matters.

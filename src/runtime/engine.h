@@ -40,6 +40,7 @@ struct EngineOptions {
   std::int64_t sequences = 1;   // that can be open at once
   std::int64_t context = 4096;  // tokens a sequence can hold
   bool rewindable = false;      // see truncate()
+  bool hidden_states = false;   // see hidden_states()
   bool poison = false;
   /// Bytes states, rings and KV cache of all sequences may take; 0: no limit.
   std::size_t memory = 0;
@@ -128,6 +129,10 @@ class Engine {
   Result<std::span<const float>> run(std::span<const Work> work);
   Status commit(std::span<const std::int64_t> accepted);
 
+  /// What the last step's logits were, or would have been, computed from: (tokens of all its rows,
+  /// hidden_size), in order, valid until the next step. Empty without options.hidden_states.
+  std::span<const float> hidden_states() const { return hidden_; }
+
   /// State traffic of decode and verify steps since the last call.
   StateTraffic take_decode_traffic();
 
@@ -166,6 +171,7 @@ class Engine {
   std::vector<std::int32_t> tokens_;
   std::vector<std::int64_t> logit_counts_;
   std::vector<float> logits_;
+  std::vector<float> hidden_;
   StateTraffic decode_traffic_;
 };
 

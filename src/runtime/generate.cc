@@ -13,7 +13,7 @@ double now() {
 /// `unread`: tokens the sequence has yet to read, of which `prompt` are new.
 Status generate_on(Engine& engine, Stream& stream, std::span<const std::int32_t> unread,
                    std::size_t prompt, const GenerateOptions& options, const TokenSink& sink,
-                   Generation& out) {
+                   double start, Generation& out) {
   double decode_start = 0;
   stream.sink = [&](std::int32_t token, std::span<const float> logits) -> Result<bool> {
     if (options.keep_margins) {
@@ -28,34 +28,43 @@ Status generate_on(Engine& engine, Stream& stream, std::span<const std::int32_t>
     return more && !stop;
   };
   Decoder decoder(engine, options.drafts, options.draft_tokens);
-  const double start = now();
   std::span<const float> logits;
   if (prompt > 0) {
-    RSSM_ASSIGN_OR_RETURN(logits, feed_prompt(engine, stream.sequence, unread, options.progress));
-  }
-  if (options.drafts != nullptr) {
-    RSSM_RETURN_IF_ERROR(options.drafts->open(stream.sequence, stream.tokens));
+    RSSM_ASSIGN_OR_RETURN(
+        logits, feed_prompt(engine, stream.sequence, unread, options.progress, options.drafts));
   }
   out.prompt_tokens = static_cast<std::int64_t>(prompt);
   static_cast<void>(engine.take_decode_traffic());
   decode_start = now();
   out.prompt_seconds = decode_start - start;
-  Status status;
-  if (prompt > 0) status = Decoder::draw(stream, logits);
+  if (prompt > 0) RSSM_RETURN_IF_ERROR(Decoder::draw(stream, logits));
   Stream* const streams[] = {&stream};
-  while (status.ok() && stream.wanted > 0) status = decoder.step(streams);
-  if (options.drafts != nullptr) RSSM_RETURN_IF_ERROR(options.drafts->close(stream.sequence));
-  RSSM_RETURN_IF_ERROR(status);
+  while (stream.wanted > 0) RSSM_RETURN_IF_ERROR(decoder.step(streams));
   out.decode = decoder.counts();
   out.traffic = engine.take_decode_traffic();
   return {};
+}
+
+/// The same with the sequence open for drafts, if there are any.
+Status generate_with_drafts(Engine& engine, Stream& stream, std::span<const std::int32_t> unread,
+                            std::size_t prompt, const GenerateOptions& options,
+                            const TokenSink& sink, Generation& out) {
+  const double start = now();
+  if (options.drafts == nullptr) {
+    return generate_on(engine, stream, unread, prompt, options, sink, start, out);
+  }
+  // Before the prompt, whose hidden states the source may want.
+  RSSM_RETURN_IF_ERROR(options.drafts->open(stream.sequence, stream.tokens));
+  Status status = generate_on(engine, stream, unread, prompt, options, sink, start, out);
+  Status closed = options.drafts->close(stream.sequence);
+  return status.ok() ? closed : status;
 }
 
 }  // namespace
 
 Result<std::span<const float>> feed_prompt(Engine& engine, std::int32_t sequence,
                                            std::span<const std::int32_t> tokens,
-                                           const PromptProgress& progress) {
+                                           const PromptProgress& progress, DraftSource* drafts) {
   const auto total = static_cast<std::int64_t>(tokens.size());
   std::span<const float> logits;
   for (std::int64_t done = 0; done < total;) {
@@ -67,6 +76,10 @@ Result<std::span<const float>> feed_prompt(Engine& engine, std::int32_t sequence
         .tokens = tokens.subspan(static_cast<std::size_t>(done), static_cast<std::size_t>(count)),
         .logits = last ? 1 : 0};
     RSSM_ASSIGN_OR_RETURN(logits, engine.advance(std::span(&work, 1)));
+    if (drafts != nullptr && drafts->reads_hidden_states()) {
+      RSSM_ASSIGN_OR_RETURN(const std::int64_t position, engine.position(sequence));
+      RSSM_RETURN_IF_ERROR(drafts->read(sequence, position - count, engine.hidden_states()));
+    }
     done += count;
     if (progress) progress(done, total);
   }
@@ -85,6 +98,11 @@ Result<Generation> continue_conversation(Engine& engine, Conversation& conversat
     return invalid_argument("draft tokens is ", options.draft_tokens, ", expected 1..",
                             engine.options().draft_capacity - 1, " for a draft capacity of ",
                             engine.options().draft_capacity);
+  }
+  if (options.drafts != nullptr && options.drafts->reads_hidden_states() &&
+      !engine.options().hidden_states) {
+    return invalid_argument("drafts by ", options.drafts->name(),
+                            " read hidden states, which the engine was not asked to keep");
   }
   RSSM_ASSIGN_OR_RETURN(const std::int64_t position, engine.position(conversation.sequence));
   const auto size = static_cast<std::int64_t>(conversation.tokens.size());
@@ -112,7 +130,8 @@ Result<Generation> continue_conversation(Engine& engine, Conversation& conversat
   stream.wanted = options.max_tokens;
   const std::vector<std::int32_t> unread(stream.tokens.begin() + position, stream.tokens.end());
   Generation out;
-  RSSM_RETURN_IF_ERROR(generate_on(engine, stream, unread, prompt.size(), options, sink, out));
+  RSSM_RETURN_IF_ERROR(
+      generate_with_drafts(engine, stream, unread, prompt.size(), options, sink, out));
   conversation.tokens = std::move(stream.tokens);
   conversation.drawn = stream.sampler.drawn();
   return out;

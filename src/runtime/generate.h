@@ -53,10 +53,12 @@ struct Conversation {
   std::uint64_t drawn = 0;
 };
 
-/// Feeds `tokens` to a sequence as prompt chunks; returns the logits after the last token.
+/// Feeds `tokens` to a sequence as prompt chunks; returns the logits after the last token. `drafts`
+/// (null: none), for which the sequence is open, is told hidden states if it reads them.
 Result<std::span<const float>> feed_prompt(Engine& engine, std::int32_t sequence,
                                            std::span<const std::int32_t> tokens,
-                                           const PromptProgress& progress);
+                                           const PromptProgress& progress,
+                                           DraftSource* drafts = nullptr);
 
 /// Appends `prompt` to the conversation, which may be empty if the conversation's last token is not
 /// yet read, and generates. Random numbers go on from the conversation's; options.sampling.seed is

@@ -28,6 +28,12 @@ class SnapshotBackend final : public Backend {
       return inner_->mamba2(pool, layer, s, params, operands);
     });
   }
+  Status gated_delta_net(StatePool& pool, int layer, Step& step, const GatedDeltaNetParams& params,
+                         const GatedDeltaNetOperands& operands) override {
+    return with_snapshots(pool, layer, step, TokenSnapshots::Part::kRecurrence, [&](Step& s) {
+      return inner_->gated_delta_net(pool, layer, s, params, operands);
+    });
+  }
 
   std::shared_ptr<std::byte> allocate(std::size_t bytes) override {
     return inner_->allocate(bytes);
@@ -53,8 +59,16 @@ class SnapshotBackend final : public Backend {
                       std::int64_t groups, float eps, const TensorView& out) override {
     inner_->gated_rms_norm(y, z, weight, groups, eps, out);
   }
+  void gate(const TensorView& x, const TensorView& gate, GateFunction f) override {
+    inner_->gate(x, gate, f);
+  }
   void relu_squared(const TensorView& x) override { inner_->relu_squared(x); }
   void add(const TensorView& x, const TensorView& y) override { inner_->add(x, y); }
+  void rotary_table(std::span<const ForwardRow> rows, std::span<const double> frequencies,
+                    const TensorView& table) override {
+    inner_->rotary_table(rows, frequencies, table);
+  }
+  void rotate(const TensorView& table, const TensorView& x) override { inner_->rotate(table, x); }
   void attention(std::span<const ForwardRow> rows, const AttentionShape& shape, const TensorView& q,
                  const TensorView& k, const TensorView& v, KvCache& cache, int layer,
                  const TensorView& out) override {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,23 @@
 namespace replayssm::testing {
 
 inline const std::string kTinyModel = RSSM_SOURCE_DIR "/models/nemotron-h-tiny";
+
+/// The folders of the bundled models that are there.
+inline std::vector<std::string> bundled_models() {
+  std::vector<std::string> folders;
+  for (const char* name : {"nemotron-h-tiny", "qwen3.5-tiny"}) {
+    const std::string folder = std::string(RSSM_SOURCE_DIR "/models/") + name;
+    if (std::filesystem::exists(folder + "/config.json")) folders.push_back(folder);
+  }
+  return folders;
+}
+
+/// Whether the model's configuration promises a multi-token-prediction head.
+inline bool has_mtp_head(const std::string& folder) {
+  const Json config = read_config(folder);
+  const Json& text = config.contains("text_config") ? config["text_config"] : config;
+  return text.value("mtp_num_hidden_layers", 0) > 0;
+}
 
 inline ProgramResult cli(std::vector<std::string> arguments, const RunOptions& options = {}) {
   return run_program(RSSM_CLI, std::move(arguments), options);

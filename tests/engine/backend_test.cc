@@ -160,7 +160,8 @@ void copy_rows(const Operand& from, std::int64_t rows, std::int64_t cols, Output
   }
 }
 
-double silu_of(double x) { return x / (1.0 + std::exp(-x)); }
+double sigmoid_of(double x) { return 1.0 / (1.0 + std::exp(-x)); }
+double silu_of(double x) { return x * sigmoid_of(x); }
 
 #define EXPECT_RELATIVE(actual, expected, tolerance)                                     \
   EXPECT_LE(std::abs(static_cast<double>(actual) - (expected)),                          \
@@ -516,22 +517,122 @@ TEST_P(BackendTest, ReluSquaredAndAdd) {
   }
 }
 
-TEST_P(BackendTest, SiluOverTheWholeRange) {
+TEST_P(BackendTest, GatesOverTheWholeRange) {
   std::vector<float> x;
   for (float v = -87.0f; v <= 100.0f; v += 0.0137f) x.push_back(v);
   const std::size_t accurate = x.size();
   x.insert(x.end(), {-88.5f, -95.0f, -104.0f, -1e4f, -3e38f, 1e4f, 3e38f,
                      std::numeric_limits<float>::quiet_NaN(), 0.0f, 1e-30f, -1e-30f});
-  std::vector<float> y(x.size() + 1, kNan);
-  kernels().silu(x.data(), y.data(), static_cast<std::int64_t>(x.size()));
-  EXPECT_TRUE(untouched(y.back()));
-  for (std::size_t i = 0; i < x.size(); ++i) {
-    if (std::isnan(x[i])) {
-      EXPECT_TRUE(std::isnan(y[i]));
-    } else if (i < accurate || x[i] > -1.0f) {
-      EXPECT_RELATIVE(y[i], silu_of(x[i]), 5e-7);
-    } else {  // the result is below the normal numbers, or e^-x overflows
-      EXPECT_LE(std::abs(y[i]), 1e-36f) << x[i];
+  const auto count = static_cast<std::int64_t>(x.size());
+  for (const bool silu : {true, false}) {
+    std::vector<float> y(x.size(), 1.0f);
+    y.push_back(kNan);
+    (silu ? kernels().multiply_silu : kernels().multiply_sigmoid)(y.data(), x.data(), count);
+    EXPECT_TRUE(untouched(y.back()));
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      if (std::isnan(x[i])) {
+        EXPECT_TRUE(std::isnan(y[i]));
+      } else if (i < accurate || x[i] > -1.0f) {
+        EXPECT_RELATIVE(y[i], silu ? silu_of(x[i]) : sigmoid_of(x[i]), 5e-7);
+      } else {  // the result is below the normal numbers, or e^-x overflows
+        EXPECT_LE(std::abs(y[i]), 1e-36f) << x[i];
+      }
+    }
+  }
+}
+
+/// Gates are windows on wider rows, as those of attention are behind their queries.
+TEST_P(BackendTest, GateMultipliesInPlace) {
+  ThreadPool pool(2);
+  constexpr std::int64_t kTokens = 9;
+  for (const std::int64_t features : kFeatures) {
+    const Operand x(DType::kF32, kTokens, features, rng_);
+    const Operand packed(DType::kF32, kTokens, features + 3, rng_, 4.0f);
+    TensorView gate = packed.view();
+    gate.shape[1] = features;
+    for (const GateFunction f : {GateFunction::kSilu, GateFunction::kSigmoid}) {
+      CpuBackend backend(context(&pool));
+      Output out(kTokens, features);
+      copy_rows(x, kTokens, features, out);
+      backend.gate(out.view(), gate, f);
+      EXPECT_TRUE(out.guards_intact());
+      for (std::int64_t t = 0; t < kTokens; ++t) {
+        for (std::int64_t c = 0; c < features; ++c) {
+          const double z = packed.at(t, c);
+          EXPECT_RELATIVE(out.at(t, c),
+                          x.at(t, c) * (f == GateFunction::kSilu ? silu_of(z) : sigmoid_of(z)),
+                          1e-6);
+        }
+      }
+    }
+  }
+}
+
+// ---- rotary position embedding ----
+
+/// Angles stay right where a product in fp32 would have lost them (pos * f of 262,143 radians), and
+/// rows are placed by their own positions.
+TEST_P(BackendTest, RotaryTable) {
+  ThreadPool pool(2);
+  const std::vector<double> frequencies = {1.0, 0.70710678118654752, 1e-3, 3.1622776601683794e-7};
+  const ForwardRow rows[] = {
+      {.slot = 3, .begin = 0, .count = 2, .position = 0},
+      {.slot = -1, .begin = 2, .count = 1, .position = 9},
+      {.slot = 0, .begin = 3, .count = 70, .position = 262'143},
+  };
+  CpuBackend backend(context(&pool));
+  Output table(73, 8);
+  backend.rotary_table(rows, frequencies, table.view());
+  EXPECT_TRUE(table.guards_intact());
+  EXPECT_TRUE(table.row_untouched(2)) << "padding";
+  for (const ForwardRow& row : rows) {
+    if (row.slot < 0) continue;
+    for (std::int64_t t = 0; t < row.count; ++t) {
+      for (std::size_t j = 0; j < frequencies.size(); ++j) {
+        const double angle = static_cast<double>(row.position + t) * frequencies[j];
+        const auto column = static_cast<std::int64_t>(j);
+        EXPECT_NEAR(table.at(row.begin + t, column), std::cos(angle), 1e-7);
+        EXPECT_NEAR(table.at(row.begin + t, 4 + column), std::sin(angle), 1e-7);
+      }
+    }
+  }
+}
+
+TEST_P(BackendTest, RotateTurnsPairsOfEveryHead) {
+  ThreadPool pool(2);
+  constexpr std::int64_t kTokens = 7;
+  for (const std::int64_t pairs : {1, 3, 8, 16, 19, 32}) {
+    for (const std::int64_t rest : {0, 5}) {
+      constexpr std::int64_t kHeads = 3;
+      const std::int64_t dim = 2 * pairs + rest;
+      const Operand x(DType::kF32, kTokens, kHeads * dim, rng_);
+      const Operand angles(DType::kF32, kTokens, 2 * pairs, rng_);
+      Output out(kTokens, kHeads * dim);
+      copy_rows(x, kTokens, kHeads * dim, out);
+      TensorView heads = out.view();
+      heads.rank = 3;
+      heads.shape[1] = kHeads;
+      heads.shape[2] = dim;
+      heads.strides[1] = dim;
+      heads.strides[2] = 1;
+      CpuBackend backend(context(&pool));
+      backend.rotate(angles.view(), heads);
+      EXPECT_TRUE(out.guards_intact());
+      for (std::int64_t t = 0; t < kTokens; ++t) {
+        for (std::int64_t h = 0; h < kHeads; ++h) {
+          for (std::int64_t j = 0; j < pairs; ++j) {
+            const double a = x.at(t, h * dim + j);
+            const double b = x.at(t, h * dim + pairs + j);
+            const double cosine = angles.at(t, j);
+            const double sine = angles.at(t, pairs + j);
+            EXPECT_NEAR(out.at(t, h * dim + j), a * cosine - b * sine, 1e-5);
+            EXPECT_NEAR(out.at(t, h * dim + pairs + j), b * cosine + a * sine, 1e-5);
+          }
+          for (std::int64_t c = h * dim + 2 * pairs; c < (h + 1) * dim; ++c) {
+            ASSERT_EQ(out.at(t, c), x.at(t, c)) << "not of a pair";
+          }
+        }
+      }
     }
   }
 }

@@ -7,7 +7,7 @@
 
 #include "runtime/draft/model_draft.h"
 #include "runtime/draft/ngram_draft.h"
-#include "support/engine_harness.h"
+#include "support/model_test.h"
 #include "support/rng.h"
 
 namespace replayssm::testing {
@@ -98,39 +98,40 @@ TEST(NgramTest, SequencesAndRefusals) {
 
 // ---- A draft model ----
 
-const LoadedModel& loaded() {
-  static const LoadedModel model(parity_folder("nemotron-h-a"));
-  return model;
-}
-
-/// The model's own greedy continuation of a text, by decoding in place.
-Tokens greedy(const Tokens& text, std::int64_t count) {
-  const auto e = loaded().engine({.decode = DecodeMode::kPlain, .context = 512});
-  const std::int32_t s = open_sequence(*e);
-  const auto vocab = static_cast<std::size_t>(e->model().vocab_size);
-  Logits logits = prompt_step(*e, s, text);
-  Tokens out;
-  for (std::int64_t i = 0; i < count; ++i) {
-    out.push_back(argmax(std::span(logits).last(vocab)));
-    if (i + 1 < count) logits = decode_step(*e, s, out.back());
+class ModelDraftTest : public ModelTest {
+ protected:
+  /// The model's own greedy continuation of a text, by decoding in place.
+  static Tokens greedy(const Tokens& text, std::int64_t count) {
+    const auto e = loaded().engine({.decode = DecodeMode::kPlain, .context = 512});
+    const std::int32_t s = open_sequence(*e);
+    const auto vocab = static_cast<std::size_t>(e->model().vocab_size);
+    Logits logits = prompt_step(*e, s, text);
+    Tokens out;
+    for (std::int64_t i = 0; i < count; ++i) {
+      out.push_back(argmax(std::span(logits).last(vocab)));
+      if (i + 1 < count) logits = decode_step(*e, s, out.back());
+    }
+    return out;
   }
-  return out;
-}
 
-std::unique_ptr<ModelDraft> model_draft(int tokens, std::int64_t sequences) {
-  auto source = ModelDraft::create(loaded().model, loaded().backend, loaded().context,
-                                   {.name = "a",
-                                    .draft_tokens = tokens,
-                                    .sequences = sequences,
-                                    .context = 512,
-                                    .poison = true});
-  EXPECT_TRUE(is_ok(source));
-  return source.ok() ? std::move(source).value() : nullptr;
-}
+  static std::unique_ptr<ModelDraft> model_draft(int tokens, std::int64_t sequences) {
+    auto source = ModelDraft::create(loaded().model, loaded().backend, loaded().context,
+                                     {.name = "a",
+                                      .draft_tokens = tokens,
+                                      .sequences = sequences,
+                                      .context = 512,
+                                      .poison = true});
+    EXPECT_TRUE(is_ok(source));
+    return source.ok() ? std::move(source).value() : nullptr;
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Models, ModelDraftTest, ::testing::Values("nemotron-h-a", kRandomQwen35),
+                         parameter_name);
 
 /// Whatever is accepted of each draft, nothing to all of it, the next draft is the model's own
 /// continuation of the text: what was rejected has left no trace in its state (C29, C33, C35).
-TEST(ModelDraftTest, FollowsWhatWasAccepted) {
+TEST_P(ModelDraftTest, FollowsWhatWasAccepted) {
   for (const int tokens : {1, 2, 7, 15}) {
     const auto source = model_draft(tokens, 3);
     Rng rng(static_cast<std::uint64_t>(tokens));
@@ -167,7 +168,7 @@ TEST(ModelDraftTest, FollowsWhatWasAccepted) {
 
 /// Taking accepted tokens back moves state, convolution and keys together, as far as the ring goes;
 /// beyond it the engine says from where the text must be read again (C33, C35, C62).
-TEST(TruncateTest, StateAndKeysGoBackTogether) {
+TEST_P(ModelDraftTest, TruncatedStateAndKeysGoBackTogether) {
   const EngineOptions options{.decode = DecodeMode::kReplay,
                               .window = 8,
                               .context = 64,
@@ -207,7 +208,7 @@ TEST(TruncateTest, StateAndKeysGoBackTogether) {
   EXPECT_EQ(*f->position(t), 5);
 }
 
-TEST(ModelDraftTest, Refusals) {
+TEST_P(ModelDraftTest, Refusals) {
   for (const int tokens : {0, 16}) {
     EXPECT_TRUE(refused(ModelDraft::create(loaded().model, loaded().backend, loaded().context,
                                            {.name = "a", .draft_tokens = tokens}),

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "runtime/generate.h"
-#include "support/engine_harness.h"
+#include "support/model_test.h"
 
 namespace replayssm::testing {
 namespace {
@@ -222,12 +222,17 @@ class FailingBackend final : public CpuBackend {
   int countdown = -1;
 };
 
+class FailingStepTest : public ModelTest {};
+
+INSTANTIATE_TEST_SUITE_P(Models, FailingStepTest, ::testing::Values("nemotron-h-a", kRandomQwen35),
+                         parameter_name);
+
 /// A step that fails at any of its matrix products is over; sequences it could not leave as they
 /// were say so, the others continue as if it had not happened, and closed slots are as new.
-TEST(EngineFailureTest, FailureInTheMiddleOfAStep) {
+TEST_P(FailingStepTest, FailureInTheMiddleOfAStep) {
   const LoadedModel& base = loaded();
   const auto backend = std::make_shared<FailingBackend>(base.context);
-  auto model = load_model(parity_folder("nemotron-h-a"), *backend);
+  auto model = load_model(model_folder(GetParam()), *backend);
   ASSERT_TRUE(is_ok(model));
   const std::shared_ptr<Model> shared = std::move(model).value();
   const Tokens prompt = {5, 6, 7, 8, 9};

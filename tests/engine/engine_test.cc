@@ -4,11 +4,11 @@
 
 #include <algorithm>
 #include <array>
-#include <map>
+#include <cmath>
 #include <string>
 
 #include "runtime/generate.h"
-#include "support/engine_harness.h"
+#include "support/model_test.h"
 #include "support/rng.h"
 
 namespace replayssm::testing {
@@ -23,22 +23,14 @@ Tokens random_tokens(std::int64_t count, std::uint64_t seed, std::int64_t vocab)
   return out;
 }
 
-class EngineTest : public ::testing::TestWithParam<const char*> {
+class EngineTest : public ModelTest {
  protected:
-  static const LoadedModel& loaded(int threads = 1) {
-    static std::map<std::pair<std::string, int>, std::unique_ptr<LoadedModel>> models;
-    auto& model = models[{GetParam(), threads}];
-    if (model == nullptr) model = std::make_unique<LoadedModel>(parity_folder(GetParam()), threads);
-    return *model;
-  }
-
   /// Between runs of different schedules (in place, by replay, in chunks), of logits of order 10. A
   /// bf16 KV cache makes more of a last bit.
   static float schedule_bound() {
     return loaded().model->description().dtype == DType::kF32 ? 1e-4f : 2e-3f;
   }
 
-  std::int64_t vocab() const { return loaded().model->description().vocab_size; }
   Tokens tokens(std::int64_t count, std::uint64_t seed) const {
     return random_tokens(count, seed, vocab());
   }
@@ -230,7 +222,7 @@ TEST_P(EngineTest, PromptRowsDoNotDependOnNeighboursOrThreads) {
   const Logits together = advance(*shared, work);
   ASSERT_FALSE(together.empty());
   for (const int threads : {2, 3}) {
-    const LoadedModel other(parity_folder(GetParam()), threads);
+    const LoadedModel other(model_folder(GetParam()), threads);
     std::size_t from = 0;
     for (const Tokens& prompt : prompts) {
       const auto alone = other.engine({.decode = DecodeMode::kPlain, .context = 64});
@@ -633,8 +625,85 @@ TEST_P(EngineTest, DecodeTraffic) {
   }
 }
 
+// ---- Rounding ----
+
+double rms_difference(const Logits& a, const Logits& b) {
+  EXPECT_EQ(a.size(), b.size());
+  double sum = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    sum += (double(a[i]) - b[i]) * (double(a[i]) - b[i]);
+  }
+  return std::sqrt(sum / static_cast<double>(a.size()));
+}
+
+/// C76: one full pass over a text against a pass per token. In fp32 they agree tightly; with bf16
+/// states and keys each has its own rounding noise, and cached decoding has no more of it.
+TEST_P(EngineTest, FullPassAgainstCachedDecoding) {
+  const Tokens stream = tokens(60, 220);
+  const auto logits = [&](DecodeMode mode, int window, bool full, DType type) {
+    const auto e = loaded().engine({.decode = mode,
+                                    .window = window,
+                                    .state = type,
+                                    .kv = type,
+                                    .context = 64,
+                                    .poison = true});
+    const std::int32_t s = open_sequence(*e);
+    if (full) return prompt_step(*e, s, stream);
+    Logits out;
+    for (const std::int32_t token : stream) {
+      const Logits next = decode_step(*e, s, token);
+      out.insert(out.end(), next.begin(), next.end());
+    }
+    return out;
+  };
+  const Logits exact = logits(DecodeMode::kPlain, 1, true, DType::kF32);
+  const double noise = rms_difference(logits(DecodeMode::kPlain, 1, true, DType::kBF16), exact);
+  EXPECT_GT(noise, 1e-5) << "nothing was rounded";
+  for (const auto& [mode, window] :
+       {std::pair{DecodeMode::kPlain, 1}, {DecodeMode::kReplay, 4}, {DecodeMode::kReplay, 16}}) {
+    SCOPED_TRACE(std::string(to_string(mode)) + " " + std::to_string(window));
+    EXPECT_TRUE(near(logits(mode, window, false, DType::kF32), exact, 1e-4f));
+    EXPECT_LE(rms_difference(logits(mode, window, false, DType::kBF16), exact), 1.25 * noise);
+  }
+}
+
+/// C18: what is copied is the same bits, and 256 folds later replay is as close to plain decoding
+/// as after the first ones, whatever order of sums a compiler chose.
+TEST_P(EngineTest, ManyFoldsAndCopies) {
+  constexpr int kWindow = 2;
+  constexpr std::size_t kFolds = 256;
+  const Tokens stream = tokens(kFolds * kWindow, 230);
+  const auto engine_with = [&](DecodeMode mode) {
+    return loaded().engine({.decode = mode,
+                            .window = kWindow,
+                            .kv = DType::kF32,
+                            .sequences = 2,
+                            .context = std::ssize(stream) + 1,
+                            .poison = true});
+  };
+  const auto plain = engine_with(DecodeMode::kPlain);
+  const auto replay = engine_with(DecodeMode::kReplay);
+  const std::int32_t p = open_sequence(*plain);
+  std::int32_t r = open_sequence(*replay);
+  for (std::size_t i = 0; i < stream.size(); ++i) {
+    ASSERT_TRUE(near(decode_step(*replay, r, stream[i]), decode_step(*plain, p, stream[i]), 1e-4f))
+        << "token " << i;
+    if (i % 97 != 0) continue;
+    const auto image = replay->save(r);
+    ASSERT_TRUE(is_ok(image));
+    const std::int32_t copy = open_sequence(*replay);
+    ASSERT_TRUE(is_ok(replay->load(copy, *image)));
+    const auto again = replay->save(copy);
+    ASSERT_TRUE(is_ok(again));
+    ASSERT_EQ(*again, *image);
+    ASSERT_TRUE(is_ok(replay->close(r)));
+    r = copy;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Checkpoints, EngineTest,
-                         ::testing::Values("nemotron-h-a", "nemotron-h-b", "nemotron-h-c"),
+                         ::testing::Values("nemotron-h-a", "nemotron-h-b", "nemotron-h-c",
+                                           kRandomQwen35),
                          parameter_name);
 
 }  // namespace

@@ -1,4 +1,5 @@
-// config.json of the nemotron_h family: what is read, what is refused, and the sizes that follow.
+// config.json of the nemotron_h family: what is read, what is refused, and the sizes that follow;
+// and of the published models of all families.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -415,6 +416,43 @@ TEST(PublishedConfigsTest, SizesOfNemotron3) {
   }
 }
 
+TEST(PublishedConfigsTest, SizesOfQwen35) {
+  if (!std::filesystem::is_directory(configs_folder())) {
+    GTEST_SKIP() << configs_folder() << " is absent";
+  }
+  struct Case {
+    const char* name;
+    int ssm;
+    int attention;
+    GatedDeltaNetShape shape;
+    std::int64_t kv_heads;
+    std::int64_t hidden;
+  };
+  for (const Case& c : {Case{"Qwen3.5-0.8B", 18, 6, {16, 16, 128, 128}, 2, 1024},
+                        Case{"Qwen3.5-27B", 48, 16, {16, 48, 128, 128}, 4, 5120}}) {
+    SCOPED_TRACE(c.name);
+    const auto d = describe_model(configs_folder() + "/" + c.name);
+    ASSERT_TRUE(is_ok(d));
+    EXPECT_EQ(d->layers.ssm, c.ssm);
+    EXPECT_EQ(d->layers.attention, c.attention);
+    EXPECT_EQ(d->layers.mlp, c.ssm + c.attention);
+    EXPECT_EQ(d->hidden_size, c.hidden);
+    EXPECT_EQ(d->vocab_size, 248320);
+    EXPECT_EQ(d->max_position, 262144);
+    EXPECT_EQ(d->dtype, DType::kBF16);
+    EXPECT_EQ(d->eos, (std::vector<std::int32_t>{248044}));
+    const LayerSpec spec{.recurrence = c.shape,
+                         .conv = {.channels = (2 * 16 + c.shape.value_heads) * 128, .width = 4}};
+    EXPECT_EQ(d->ssm_layers, std::vector<LayerSpec>(static_cast<std::size_t>(c.ssm), spec));
+    const auto bytes = sequence_bytes(*d, {});
+    ASSERT_TRUE(is_ok(bytes));
+    EXPECT_EQ(bytes->state.checkpoint,
+              static_cast<std::size_t>(c.ssm * c.shape.value_heads * 128 * 128 * 4));
+    EXPECT_EQ(bytes->kv_per_token,
+              static_cast<std::size_t>(c.attention * 2 * c.kv_heads * 256 * 2));
+  }
+}
+
 TEST(PublishedConfigsTest, OtherFamiliesAreRefusedByName) {
   if (!std::filesystem::is_directory(configs_folder())) {
     GTEST_SKIP() << configs_folder() << " is absent";
@@ -428,7 +466,7 @@ TEST(PublishedConfigsTest, OtherFamiliesAreRefusedByName) {
     ASSERT_TRUE(std::regex_search(text, match, std::regex("\"model_type\": *\"([^\"]*)\"")));
     const std::string type = match[1];
     const auto d = describe_model(entry.path().string());
-    if (type == "nemotron_h") {
+    if (type == "nemotron_h" || type == "qwen3_5") {
       EXPECT_TRUE(is_ok(d)) << entry.path();
     } else {
       ++others;

@@ -9,6 +9,7 @@
 
 #include "support/engine_harness.h"
 #include "support/model_folder.h"
+#include "support/model_test.h"
 
 namespace replayssm::testing {
 namespace {
@@ -159,10 +160,15 @@ TEST(TimeStepTest, TinyStepsAreNotRaised) {
 
 // ---- C77: padding ----
 
+class PaddingTest : public ModelTest {};
+
+INSTANTIATE_TEST_SUITE_P(Models, PaddingTest, ::testing::Values("nemotron-h-a", kRandomQwen35),
+                         parameter_name);
+
 /// Pad tokens before, between and behind rows, full of junk: logits and state are those of the
 /// prompt alone.
-TEST(PaddingTest, PadsNeverAdvanceAnything) {
-  const LoadedModel loaded(base_folder());
+TEST_P(PaddingTest, PadsNeverAdvanceAnything) {
+  const LoadedModel& loaded = PaddingTest::loaded();
   const auto vocab = loaded.model->description().vocab_size;
   const auto run = [&](std::int64_t left, std::int64_t right, RowKind pad_kind, bool pad_prompt) {
     EngineOptions options{.decode = DecodeMode::kReplay,
@@ -215,7 +221,8 @@ TEST(PaddingTest, PadsNeverAdvanceAnything) {
       EXPECT_TRUE(is_ok(loaded.model->forward(
           *loaded.backend, *pool, *step, *cache,
           {.rows = rows, .tokens = tokens, .logit_counts = logit_counts},
-          TensorView::contiguous(logits.data(), DType::kF32, {count, vocab}))));
+          {.logits = TensorView::contiguous(logits.data(), DType::kF32, {count, vocab}),
+           .hidden = {}})));
       EXPECT_TRUE(is_ok(pool->commit(*step, accepted)));
       out.insert(out.end(), logits.begin(), logits.end());
       position += count;

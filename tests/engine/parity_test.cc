@@ -1,17 +1,25 @@
 // Logits and greedy tokens against transformers: tests/data/parity holds tiny random checkpoints
-// and what transformers computed for them in fp64 (tools/parity/make_reference.py).
+// and what transformers computed for them in fp64 (tools/parity/make_reference.py). Checkpoints
+// with a multi-token-prediction head, which transformers leaves out, have its logits and drafts
+// too.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 
-#include "backend/cpu/cpu_backend.h"
 #include "io/mapped_file.h"
 #include "io/safetensors.h"
+#include "runtime/draft/mtp_draft.h"
 #include "runtime/generate.h"
+#include "support/engine_harness.h"
 
-namespace replayssm {
+namespace replayssm::testing {
 namespace {
+
+/// Logits are of order 1 to 10.
+constexpr float kTolerance = 1e-4f;
 
 template <typename T>
 std::vector<T> values(const TensorInfo& tensor) {
@@ -24,6 +32,8 @@ struct Reference {
   std::vector<std::int32_t> prompt;
   std::vector<float> logits;  // (prompt, vocab)
   std::vector<std::int32_t> greedy;
+  std::vector<std::int32_t> mtp_drafts;  // after the prompt and the first greedy token
+  std::vector<float> mtp_logits;         // (mtp_drafts, vocab)
 };
 
 std::vector<Reference> read_references(const std::string& folder) {
@@ -36,72 +46,57 @@ std::vector<Reference> read_references(const std::string& folder) {
     const std::string n = std::to_string(i);
     const TensorInfo* prompt = file->find("prompt_" + n);
     if (prompt == nullptr) break;
-    out.push_back({values<std::int32_t>(*prompt), values<float>(*file->find("logits_" + n)),
-                   values<std::int32_t>(*file->find("greedy_" + n))});
+    out.push_back({values<std::int32_t>(*prompt),
+                   values<float>(*file->find("logits_" + n)),
+                   values<std::int32_t>(*file->find("greedy_" + n)),
+                   {},
+                   {}});
+    const TensorInfo* drafts = file->find("mtp_tokens_" + n);
+    if (drafts == nullptr) continue;
+    out.back().mtp_drafts = values<std::int32_t>(*drafts);
+    out.back().mtp_logits = values<float>(*file->find("mtp_logits_" + n));
   }
   return out;
 }
 
-struct ParityCase {
-  const char* name;
-  double tolerance;
-};
+std::vector<std::string> checkpoints() {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(parity_folder(""))) {
+    names.push_back(entry.path().filename().string());
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
 
-class ParityTest : public testing::TestWithParam<ParityCase> {
+class ParityTest : public ::testing::TestWithParam<std::string> {
  protected:
   void SetUp() override {
-    folder_ = std::string(RSSM_SOURCE_DIR "/tests/data/parity/") + GetParam().name;
-    references_ = read_references(folder_);
+    references_ = read_references(parity_folder(GetParam()));
     ASSERT_GE(references_.size(), 2u);
-    context_ = {.threads = &threads_, .isa = supported_isas().back()};
-    backend_ = std::make_shared<CpuBackend>(context_);
-    auto model = load_model(folder_, *backend_);
-    ASSERT_TRUE(model.ok()) << model.status().message();
-    model_ = std::move(model).value();
+    ASSERT_NE(loaded_.model, nullptr);
   }
 
   // The reference keeps keys and values unrounded.
   std::unique_ptr<Engine> engine(DecodeMode decode, int window) {
-    auto engine = Engine::create(model_, backend_, context_,
-                                 {.decode = decode,
-                                  .window = window,
-                                  .kv = DType::kF32,
-                                  .sequences = 2,
-                                  .context = 256,
-                                  .poison = true});
-    EXPECT_TRUE(engine.ok()) << engine.status().message();
-    return std::move(engine).value();
+    return loaded_.engine({.decode = decode,
+                           .window = window,
+                           .kv = DType::kF32,
+                           .sequences = 2,
+                           .context = 256,
+                           .hidden_states = true,
+                           .poison = true});
   }
 
-  ThreadPool threads_{2};
-  CpuContext context_;
-  std::string folder_;
+  LoadedModel loaded_{parity_folder(GetParam()), 2};
   std::vector<Reference> references_;
-  std::shared_ptr<CpuBackend> backend_;
-  std::shared_ptr<Model> model_;
 };
-
-void expect_close(std::span<const float> found, std::span<const float> expected, double tolerance) {
-  ASSERT_EQ(found.size(), expected.size());
-  for (std::size_t i = 0; i < found.size(); ++i) {
-    ASSERT_TRUE(std::abs(double(found[i]) - expected[i]) <= tolerance)
-        << "logit " << i << ": " << found[i] << ", expected " << expected[i];
-  }
-}
 
 TEST_P(ParityTest, PromptLogits) {
   const auto e = engine(DecodeMode::kPlain, 1);
   for (const Reference& reference : references_) {
-    const auto sequence = e->open();
-    ASSERT_TRUE(sequence.ok());
-    const Work work{.sequence = *sequence,
-                    .phase = Phase::kPrompt,
-                    .tokens = reference.prompt,
-                    .logits = static_cast<std::int64_t>(reference.prompt.size())};
-    const auto logits = e->advance(std::span(&work, 1));
-    ASSERT_TRUE(logits.ok()) << logits.status().message();
-    expect_close(*logits, reference.logits, GetParam().tolerance);
-    ASSERT_TRUE(e->close(*sequence).ok());
+    const std::int32_t sequence = open_sequence(*e);
+    EXPECT_TRUE(near(prompt_step(*e, sequence, reference.prompt), reference.logits, kTolerance));
+    ASSERT_TRUE(is_ok(e->close(sequence)));
   }
 }
 
@@ -114,18 +109,15 @@ TEST_P(ParityTest, DecodeLogits) {
     const auto e = engine(mode, window);
     const auto vocab = static_cast<std::size_t>(e->model().vocab_size);
     for (const Reference& reference : references_) {
-      const auto sequence = e->open();
-      ASSERT_TRUE(sequence.ok());
+      const std::int32_t sequence = open_sequence(*e);
       for (std::size_t t = 0; t < reference.prompt.size(); ++t) {
-        const Work work{.sequence = *sequence,
-                        .phase = t == 0 ? Phase::kPrompt : Phase::kDecode,
-                        .tokens = std::span(reference.prompt).subspan(t, 1)};
-        const auto logits = e->advance(std::span(&work, 1));
-        ASSERT_TRUE(logits.ok()) << logits.status().message();
-        expect_close(*logits, std::span(reference.logits).subspan(t * vocab, vocab),
-                     GetParam().tolerance);
+        const Logits logits = advance(*e, {{.sequence = sequence,
+                                            .phase = t == 0 ? Phase::kPrompt : Phase::kDecode,
+                                            .tokens = std::span(reference.prompt).subspan(t, 1)}});
+        ASSERT_TRUE(near(logits, std::span(reference.logits).subspan(t * vocab, vocab), kTolerance))
+            << "token " << t;
       }
-      ASSERT_TRUE(e->close(*sequence).ok());
+      ASSERT_TRUE(is_ok(e->close(sequence)));
     }
   }
 }
@@ -145,15 +137,109 @@ TEST_P(ParityTest, GreedyTokens) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Checkpoints, ParityTest,
-                         testing::Values(ParityCase{"nemotron-h-a", 1e-4},
-                                         ParityCase{"nemotron-h-b", 1e-4},
-                                         ParityCase{"nemotron-h-c", 1e-4}),
-                         [](const auto& parity) {
-                           std::string name = parity.param.name;
-                           std::erase(name, '-');
-                           return name;
-                         });
+class MtpParityTest : public ParityTest {};
+
+/// Logits of the head for drafts that are chained on its own output after a prompt.
+TEST_P(MtpParityTest, Logits) {
+  const auto head = loaded_.model->load_mtp_head(*loaded_.backend);
+  ASSERT_TRUE(is_ok(head));
+  const ModelDescription& d = (*head)->description();
+  const auto e = engine(DecodeMode::kPlain, 1);
+  for (const Reference& reference : references_) {
+    const std::int32_t sequence = open_sequence(*e);
+    const Logits logits = prompt_step(*e, sequence, reference.prompt);
+    std::vector<float> hidden(e->hidden_states().begin(), e->hidden_states().end());
+    ASSERT_TRUE(is_ok(e->close(sequence)));
+    const auto vocab = static_cast<std::size_t>(d.vocab_size);
+    Tokens after(reference.prompt.begin() + 1, reference.prompt.end());
+    after.push_back(argmax(std::span(logits).last(vocab)));
+    ASSERT_EQ(after.back(), reference.greedy[0]);
+    auto cache = KvCache::create({.layers = 1,
+                                  .slots = 1,
+                                  .capacity = 256,
+                                  .kv_heads = d.kv_heads,
+                                  .head_dim = d.kv_head_dim});
+    ASSERT_TRUE(is_ok(cache));
+    std::int64_t place = 0;
+    for (std::size_t depth = 0; depth < reference.mtp_drafts.size(); ++depth) {
+      const std::int64_t count = std::ssize(after);
+      const std::int64_t one = 1;
+      const ForwardRow row{
+          .slot = 0, .prompt = depth == 0, .begin = 0, .count = count, .position = place};
+      std::vector<float> out(hidden.size());
+      Logits found(vocab);
+      ASSERT_TRUE(is_ok((*head)->forward(
+          *loaded_.backend, *cache,
+          {.rows = std::span(&row, 1), .tokens = after, .logit_counts = std::span(&one, 1)},
+          TensorView::contiguous(hidden.data(), DType::kF32, {count, d.hidden_size}),
+          {.logits = TensorView::contiguous(found.data(), DType::kF32, {1, d.vocab_size}),
+           .hidden = TensorView::contiguous(out.data(), DType::kF32, {count, d.hidden_size})})));
+      ASSERT_TRUE(
+          near(found, std::span(reference.mtp_logits).subspan(depth * vocab, vocab), kTolerance))
+          << "depth " << depth;
+      place += count;
+      hidden.assign(out.end() - d.hidden_size, out.end());
+      after = {reference.mtp_drafts[depth]};
+    }
+  }
+}
+
+/// The same drafts from the source, which is told hidden states as prompts and decoding make them.
+TEST_P(MtpParityTest, Drafts) {
+  auto head = loaded_.model->load_mtp_head(*loaded_.backend);
+  ASSERT_TRUE(is_ok(head));
+  const auto source =
+      MtpDraft::create(std::move(head).value(), loaded_.backend,
+                       {.draft_tokens = kMaxDraftTokens, .context = 256, .kv = DType::kF32});
+  ASSERT_TRUE(is_ok(source));
+  for (const DecodeMode mode : {DecodeMode::kPlain, DecodeMode::kReplay}) {
+    const auto e = engine(mode, 8);
+    for (const Reference& reference : references_) {
+      for (const std::size_t prompt : {std::size_t{1}, reference.prompt.size()}) {
+        const std::int32_t sequence = open_sequence(*e);
+        Tokens text = reference.prompt;
+        ASSERT_TRUE(is_ok((*source)->open(sequence, std::span(text).first(prompt))));
+        for (std::size_t at = 0; at < text.size();) {
+          const std::size_t count = at == 0 ? prompt : 1;
+          advance(*e, {{.sequence = sequence,
+                        .phase = at == 0 ? Phase::kPrompt : Phase::kDecode,
+                        .tokens = std::span(text).subspan(at, count)}});
+          ASSERT_TRUE(
+              is_ok((*source)->read(sequence, static_cast<std::int64_t>(at), e->hidden_states())));
+          at += count;
+        }
+        text.push_back(reference.greedy[0]);
+        Sampler sampler{SamplingOptions{}};
+        std::vector<Draft> drafts(1);
+        ASSERT_TRUE(is_ok((*source)->draft(
+            std::vector<DraftRequest>{{sequence, text, std::ssize(reference.mtp_drafts), &sampler}},
+            drafts)));
+        EXPECT_EQ(drafts[0].tokens, reference.mtp_drafts) << "prompt of " << prompt;
+        ASSERT_TRUE(is_ok((*source)->close(sequence)));
+        ASSERT_TRUE(is_ok(e->close(sequence)));
+      }
+    }
+  }
+}
+
+std::vector<std::string> checkpoints_with_head() {
+  std::vector<std::string> names = checkpoints();
+  std::erase_if(names, [](const std::string& name) {
+    return read_references(parity_folder(name)).front().mtp_drafts.empty();
+  });
+  return names;
+}
+
+std::string name_of(const ::testing::TestParamInfo<std::string>& parity) {
+  std::string name = parity.param;
+  std::erase(name, '-');
+  return name;
+}
+
+INSTANTIATE_TEST_SUITE_P(Checkpoints, ParityTest, ::testing::ValuesIn(checkpoints()), name_of);
+INSTANTIATE_TEST_SUITE_P(Checkpoints, MtpParityTest, ::testing::ValuesIn(checkpoints_with_head()),
+                         name_of);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(MtpParityTest);
 
 }  // namespace
-}  // namespace replayssm
+}  // namespace replayssm::testing

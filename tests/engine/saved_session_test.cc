@@ -7,19 +7,14 @@
 
 #include "runtime/draft/ngram_draft.h"
 #include "runtime/saved_session.h"
-#include "support/engine_harness.h"
 #include "support/model_folder.h"
+#include "support/model_test.h"
 #include "support/rng.h"
 
 namespace replayssm::testing {
 namespace {
 
 const TokenSink kGo = [](std::int32_t) -> Result<bool> { return true; };
-
-const LoadedModel& loaded() {
-  static const LoadedModel model(parity_folder("nemotron-h-a"));
-  return model;
-}
 
 EngineOptions mode(DecodeMode decode, int window, int capacity, DType state = DType::kF32) {
   return {.decode = decode,
@@ -56,9 +51,14 @@ Result<Conversation> restored(Engine& engine, std::span<const std::byte> bytes) 
   return session.restore(engine);
 }
 
+class SavedSessionTest : public ModelTest {};
+
+INSTANTIATE_TEST_SUITE_P(Models, SavedSessionTest, ::testing::Values("nemotron-h-a", kRandomQwen35),
+                         parameter_name);
+
 /// After every number of tokens, inside a window, at its end, by every way of decoding, in every
 /// format: the rest comes out as if the process had never stopped, and nothing is read again (C61).
-TEST(SavedSessionTest, GoesOnWithTheSameTokens) {
+TEST_P(SavedSessionTest, GoesOnWithTheSameTokens) {
   for (const DType state : {DType::kF32, DType::kBF16}) {
     for (const EngineOptions& options :
          {mode(DecodeMode::kPlain, 1, 1, state), mode(DecodeMode::kReplay, 4, 1, state),
@@ -84,7 +84,7 @@ TEST(SavedSessionTest, GoesOnWithTheSameTokens) {
 }
 
 /// By another way of decoding, another window, another draft capacity, with drafts.
-TEST(SavedSessionTest, GoesOnAnotherWay) {
+TEST_P(SavedSessionTest, GoesOnAnotherWay) {
   const auto expected =
       generate(*loaded().engine(mode(DecodeMode::kPlain, 1, 1)), kPrompt, tokens(60), kGo);
   ASSERT_TRUE(is_ok(expected));
@@ -96,27 +96,38 @@ TEST(SavedSessionTest, GoesOnAnotherWay) {
   for (const EngineOptions& from : modes) {
     const std::vector<std::byte> bytes = saved(loaded(), from, tokens(22));
     for (const EngineOptions& to : modes) {
-      const auto e = loaded().engine(to);
-      auto conversation = restored(*e, bytes);
-      ASSERT_TRUE(is_ok(conversation));
-      const auto source = NgramDraft::create({.shortest = 1, .longest = 3});
-      ASSERT_TRUE(is_ok(source));
-      GenerateOptions o = tokens(38);
-      if (to.draft_capacity > 1) {
-        o.drafts = source->get();
-        o.draft_tokens = to.draft_capacity - 1;
+      std::vector<std::unique_ptr<DraftSource>> sources;
+      if (to.draft_capacity == 1) {
+        sources.push_back(nullptr);
+      } else {
+        auto ngram = NgramDraft::create({.shortest = 1, .longest = 3});
+        ASSERT_TRUE(is_ok(ngram));
+        sources.push_back(std::move(ngram).value());
+        // A head that has seen nothing of the text so far drafts from what comes now.
+        if (auto mtp = mtp_source(to.draft_capacity - 1)) sources.push_back(std::move(mtp));
       }
-      const auto rest = continue_conversation(*e, *conversation, {}, o, kGo);
-      ASSERT_TRUE(is_ok(rest));
-      EXPECT_EQ(rest->tokens, Tokens(expected->tokens.begin() + 22, expected->tokens.end()))
-          << to_string(from.decode) << " " << from.window << " to " << to_string(to.decode) << " "
-          << to.window;
+      for (const auto& source : sources) {
+        EngineOptions options = to;
+        options.hidden_states = source != nullptr && source->reads_hidden_states();
+        const auto e = loaded().engine(options);
+        auto conversation = restored(*e, bytes);
+        ASSERT_TRUE(is_ok(conversation));
+        GenerateOptions o = tokens(38);
+        o.drafts = source.get();
+        o.draft_tokens = to.draft_capacity - 1;
+        const auto rest = continue_conversation(*e, *conversation, {}, o, kGo);
+        ASSERT_TRUE(is_ok(rest));
+        EXPECT_EQ(rest->tokens, Tokens(expected->tokens.begin() + 22, expected->tokens.end()))
+            << to_string(from.decode) << " " << from.window << " to " << to_string(to.decode) << " "
+            << to.window;
+        EXPECT_EQ(rest->decode.drafted > 0, source != nullptr);
+      }
     }
   }
 }
 
 /// Random numbers go on too, and a session can be saved again and again.
-TEST(SavedSessionTest, SampledTextInManyPieces) {
+TEST_P(SavedSessionTest, SampledTextInManyPieces) {
   GenerateOptions o = tokens(48);
   o.sampling = {.temperature = 0.9f, .top_k = 20, .seed = 11};
   const EngineOptions options = mode(DecodeMode::kReplay, 8, 1);
@@ -140,7 +151,7 @@ TEST(SavedSessionTest, SampledTextInManyPieces) {
 }
 
 /// New text after a session is text after all of it, its last token included.
-TEST(SavedSessionTest, TakesMorePrompt) {
+TEST_P(SavedSessionTest, TakesMorePrompt) {
   Tokens drawn;
   const EngineOptions options = mode(DecodeMode::kReplay, 16, 1);
   const std::vector<std::byte> bytes = saved(loaded(), options, tokens(10), &drawn);
@@ -160,7 +171,7 @@ TEST(SavedSessionTest, TakesMorePrompt) {
 }
 
 /// Every byte counts: whatever is changed or cut off is found, and the engine stays as it was.
-TEST(SavedSessionTest, DamagedBytes) {
+TEST_P(SavedSessionTest, DamagedBytes) {
   const EngineOptions options = mode(DecodeMode::kReplay, 16, 1);
   const std::vector<std::byte> bytes = saved(loaded(), options, tokens(5));
   const auto e = loaded().engine(options);
@@ -189,23 +200,23 @@ TEST(SavedSessionTest, DamagedBytes) {
 }
 
 /// Another model, another type, another version, too long a text: refused by both values.
-TEST(SavedSessionTest, OfAnotherKind) {
+TEST_P(SavedSessionTest, OfAnotherKind) {
   const EngineOptions options = mode(DecodeMode::kReplay, 16, 1);
   const std::vector<std::byte> bytes = saved(loaded(), options, tokens(5));
   const std::string id = loaded().model->id();
-  EXPECT_EQ(id.find("nemotron_h-"), 0u);
+  EXPECT_EQ(id.find(loaded().model->description().model_type + "-"), 0u);
 
   // The same architecture and shapes with one other weight.
   const TempDir folder;
-  link_files(folder, parity_folder("nemotron-h-a"));
-  StoredTensors tensors = read_tensors(parity_folder("nemotron-h-a"));
+  link_files(folder, model_folder(GetParam()));
+  StoredTensors tensors = read_tensors(model_folder(GetParam()));
   StoredTensor& head = tensor_named(tensors, "lm_head.weight");
   head.set(0, head.at(0) + 1);
   replace_tensors(folder, tensors);
   const LoadedModel other(folder.path());
   EXPECT_TRUE(refused(restored(*other.engine(options), bytes), StatusCode::kInvalidArgument,
                       {"model", id, other.model->id()}));
-  const LoadedModel copy(parity_folder("nemotron-h-a"));
+  const LoadedModel copy(model_folder(GetParam()));
   EXPECT_EQ(copy.model->id(), id) << "the same model, loaded again";
 
   const auto bf16 = loaded().engine(mode(DecodeMode::kReplay, 16, 1, DType::kBF16));
@@ -231,7 +242,7 @@ TEST(SavedSessionTest, OfAnotherKind) {
 }
 
 /// A state and keys of different lengths are no sequence, however well each is formed (C62).
-TEST(SavedSessionTest, StateAndKeysOfOnePosition) {
+TEST_P(SavedSessionTest, StateAndKeysOfOnePosition) {
   const auto e = loaded().engine({.decode = DecodeMode::kReplay, .sequences = 2, .context = 40});
   const std::int32_t s = open_sequence(*e);
   const std::int32_t t = open_sequence(*e);
@@ -256,7 +267,7 @@ TEST(SavedSessionTest, StateAndKeysOfOnePosition) {
 }
 
 /// A position that does not fit to the text is refused, not read past (C62).
-TEST(SavedSessionTest, ConversationsMustFitTheirSequence) {
+TEST_P(SavedSessionTest, ConversationsMustFitTheirSequence) {
   const auto e = loaded().engine(mode(DecodeMode::kReplay, 16, 1));
   Conversation conversation{.sequence = open_sequence(*e)};
   EXPECT_TRUE(refused(continue_conversation(*e, conversation, {}, tokens(4), kGo),

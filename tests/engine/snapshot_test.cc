@@ -4,24 +4,16 @@
 
 #include <algorithm>
 #include <array>
-#include <map>
 #include <string>
 
-#include "support/engine_harness.h"
+#include "support/model_test.h"
 #include "support/rng.h"
 
 namespace replayssm::testing {
 namespace {
 
-class SnapshotTest : public ::testing::TestWithParam<const char*> {
+class SnapshotTest : public ModelTest {
  protected:
-  static const LoadedModel& loaded() {
-    static std::map<std::string, std::unique_ptr<LoadedModel>> models;
-    auto& model = models[GetParam()];
-    if (model == nullptr) model = std::make_unique<LoadedModel>(parity_folder(GetParam()));
-    return *model;
-  }
-  static std::int64_t vocab() { return loaded().model->description().vocab_size; }
   static std::unique_ptr<Engine> engine(DecodeMode decode, int capacity, std::int64_t sequences,
                                         DType state = DType::kF32) {
     return loaded().engine({.decode = decode,
@@ -191,7 +183,8 @@ TEST_P(SnapshotTest, Refusals) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Checkpoints, SnapshotTest,
-                         ::testing::Values("nemotron-h-a", "nemotron-h-b", "nemotron-h-c"),
+                         ::testing::Values("nemotron-h-a", "nemotron-h-b", "nemotron-h-c",
+                                           kRandomQwen35),
                          parameter_name);
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "backend/cpu/cpu_backend.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <new>
 
@@ -77,6 +78,12 @@ Status CpuBackend::causal_conv1d(StatePool& pool, int layer, Step& step,
 Status CpuBackend::mamba2(StatePool& pool, int layer, Step& step, const Mamba2Params& params,
                           const Mamba2Operands& operands) {
   return mamba2_step(context_, pool, layer, step, params, operands);
+}
+
+Status CpuBackend::gated_delta_net(StatePool& pool, int layer, Step& step,
+                                   const GatedDeltaNetParams& params,
+                                   const GatedDeltaNetOperands& operands) {
+  return gated_delta_net_step(context_, pool, layer, step, params, operands);
 }
 
 void CpuBackend::embed(std::span<const std::int32_t> tokens, const TensorView& table,
@@ -166,6 +173,14 @@ void CpuBackend::gated_rms_norm(const TensorView& y, const TensorView& z, const 
   });
 }
 
+void CpuBackend::gate(const TensorView& x, const TensorView& gate, GateFunction f) {
+  const auto multiply =
+      f == GateFunction::kSilu ? kernels_.multiply_silu : kernels_.multiply_sigmoid;
+  for_tokens(x.shape[0], x.shape[1], [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t t = begin; t < end; ++t) multiply(row(x, t), row(gate, t), x.shape[1]);
+  });
+}
+
 void CpuBackend::relu_squared(const TensorView& x) {
   for_tokens(x.shape[0], x.shape[1], [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t t = begin; t < end; ++t) kernels_.relu_squared(row(x, t), x.shape[1]);
@@ -175,6 +190,39 @@ void CpuBackend::relu_squared(const TensorView& x) {
 void CpuBackend::add(const TensorView& x, const TensorView& y) {
   for_tokens(x.shape[0], x.shape[1], [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t t = begin; t < end; ++t) kernels_.add(row(x, t), row(y, t), x.shape[1]);
+  });
+}
+
+void CpuBackend::rotary_table(std::span<const ForwardRow> rows, std::span<const double> frequencies,
+                              const TensorView& table) {
+  const auto n = static_cast<std::int64_t>(frequencies.size());
+  // A sine costs far more than the element of a copy that kSerialWork counts.
+  constexpr std::int64_t kCost = 32;
+  for (const ForwardRow& r : rows) {
+    if (r.slot < 0) continue;
+    for_tokens(r.count, n * kCost, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t t = begin; t < end; ++t) {
+        float* const angles = row(table, r.begin + t);
+        for (std::int64_t j = 0; j < n; ++j) {
+          const double angle =
+              static_cast<double>(r.position + t) * frequencies[static_cast<std::size_t>(j)];
+          angles[j] = static_cast<float>(std::cos(angle));
+          angles[n + j] = static_cast<float>(std::sin(angle));
+        }
+      }
+    });
+  }
+}
+
+void CpuBackend::rotate(const TensorView& table, const TensorView& x) {
+  const std::int64_t n = table.shape[1] / 2;
+  const std::int64_t heads = x.shape[1];
+  for_tokens(x.shape[0], heads * 2 * n, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t t = begin; t < end; ++t) {
+      for (std::int64_t h = 0; h < heads; ++h) {
+        kernels_.rotate(row(table, t), n, row(x, t) + h * x.strides[1]);
+      }
+    }
   });
 }
 

@@ -24,6 +24,8 @@ class CpuBackend : public Backend {
                        const CausalConv1dOperands& operands) override;
   Status mamba2(StatePool& pool, int layer, Step& step, const Mamba2Params& params,
                 const Mamba2Operands& operands) override;
+  Status gated_delta_net(StatePool& pool, int layer, Step& step, const GatedDeltaNetParams& params,
+                         const GatedDeltaNetOperands& operands) override;
   void embed(std::span<const std::int32_t> tokens, const TensorView& table,
              const TensorView& out) override;
   Status matmul(std::span<const ForwardRow> rows, const TensorView& x, const TensorView& w,
@@ -32,8 +34,12 @@ class CpuBackend : public Backend {
                 const TensorView& out) override;
   void gated_rms_norm(const TensorView& y, const TensorView& z, const TensorView& weight,
                       std::int64_t groups, float eps, const TensorView& out) override;
+  void gate(const TensorView& x, const TensorView& gate, GateFunction f) override;
   void relu_squared(const TensorView& x) override;
   void add(const TensorView& x, const TensorView& y) override;
+  void rotary_table(std::span<const ForwardRow> rows, std::span<const double> frequencies,
+                    const TensorView& table) override;
+  void rotate(const TensorView& table, const TensorView& x) override;
   void attention(std::span<const ForwardRow> rows, const AttentionShape& shape, const TensorView& q,
                  const TensorView& k, const TensorView& v, KvCache& cache, int layer,
                  const TensorView& out) override;

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "backend/cpu/kernels.h"
+#include "cpu/gates.h"
 #include "cpu/simd/vec_math.h"
 
 namespace replayssm::cpu {
@@ -208,9 +209,38 @@ void add(float* x, const float* y, std::int64_t n) {
 }
 
 template <typename Isa>
-void silu_row(const float* x, float* out, std::int64_t n) {
+void multiply_silu(float* x, const float* gate, std::int64_t n) {
   using V = Vec<Isa>;
-  map<Isa>(x, x, out, n, [](V v, V) { return cpu::silu<Isa>(v); });
+  map<Isa>(x, gate, x, n, [](V v, V z) { return v * cpu::silu<Isa>(z); });
+}
+
+template <typename Isa>
+void multiply_sigmoid(float* x, const float* gate, std::int64_t n) {
+  using V = Vec<Isa>;
+  map<Isa>(x, gate, x, n, [](V v, V z) { return v * cpu::sigmoid<Isa>(z); });
+}
+
+template <typename Isa>
+void rotate(const float* angles, std::int64_t n, float* x) {
+  using V = Vec<Isa>;
+  const auto turn = [&](std::int64_t j, auto load, auto store) {
+    const V cosine = load(angles + j);
+    const V sine = load(angles + n + j);
+    const V a = load(x + j);
+    const V b = load(x + n + j);
+    store(a * cosine - b * sine, x + j);
+    store(b * cosine + a * sine, x + n + j);
+  };
+  std::int64_t j = 0;
+  for (; j + V::kLanes <= n; j += V::kLanes) {
+    turn(j, [](const float* p) { return V::load(p); }, [](V v, float* p) { v.store(p); });
+  }
+  const int tail = static_cast<int>(n - j);
+  if (tail > 0) {
+    turn(
+        j, [tail](const float* p) { return V::load_partial(p, tail); },
+        [tail](V v, float* p) { v.store_partial(p, tail); });
+  }
 }
 
 /// sums[r] = sums[r] * rescale[r] + sum over n keys of p[r][j] v[j], for R queries and D vectors of
@@ -411,7 +441,9 @@ constexpr BackendKernels make_backend_kernels() {
           .gated_rms_norm = gated_rms_norm<Isa>,
           .relu_squared = relu_squared<Isa>,
           .add = add<Isa>,
-          .silu = silu_row<Isa>};
+          .multiply_silu = multiply_silu<Isa>,
+          .multiply_sigmoid = multiply_sigmoid<Isa>,
+          .rotate = rotate<Isa>};
 }
 
 }  // namespace replayssm::cpu

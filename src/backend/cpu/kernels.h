@@ -66,7 +66,11 @@ struct BackendKernels {
                          float eps, float* out);
   void (*relu_squared)(float* x, std::int64_t n);
   void (*add)(float* x, const float* y, std::int64_t n);
-  void (*silu)(const float* x, float* out, std::int64_t n);
+  /// x *= silu(gate), and x *= sigmoid(gate).
+  void (*multiply_silu)(float* x, const float* gate, std::int64_t n);
+  void (*multiply_sigmoid)(float* x, const float* gate, std::int64_t n);
+  /// Turns the pairs (x[j], x[j + n]) by the angles whose n cosines and then n sines `angles` has.
+  void (*rotate)(const float* angles, std::int64_t n, float* x);
 };
 
 /// isa must be one that this build has: any of supported_isas().

@@ -135,13 +135,8 @@ Status ModelDraft::draft(std::span<const DraftRequest> requests, std::span<Draft
       }
     }
     for (std::size_t row = 0; row < rows.size(); ++row) {
-      Draft& draft = drafts[rows[row]];
-      std::vector<Candidate> proposal;
-      RSSM_ASSIGN_OR_RETURN(
-          const std::int32_t token,
-          requests[rows[row]].sampler->propose(logits.subspan(row * vocab, vocab), &proposal));
-      draft.tokens.push_back(token);
-      draft.proposals.push_back(std::move(proposal));
+      RSSM_RETURN_IF_ERROR(
+          propose(requests[rows[row]], logits.subspan(row * vocab, vocab), drafts[rows[row]]));
     }
   }
 }
