@@ -79,4 +79,15 @@ __device__ __forceinline__ Packed<T, kCount> load_packed(const T* from) {
   return out;
 }
 
+/// The bf16 numbers next to x; x keeps what they leave. Three of them carry an fp32 number.
+template <int kCount>
+__device__ __forceinline__ Packed<BF16, kCount> take_bf16_term(float (&x)[kCount]) {
+  Packed<BF16, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) out.set(i, x[2 * i], x[2 * i + 1]);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) x[i] -= out[i];
+  return out;
+}
+
 }  // namespace replayssm::cuda

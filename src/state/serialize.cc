@@ -265,7 +265,8 @@ Status StatePool::Impl::load(const CpuContext& cpu, const CudaContext* cuda, std
   // Until all of it is there the slot holds nothing.
   RSSM_RETURN_IF_ERROR(pool.invalidate(cuda, slot));
   RSSM_RETURN_IF_ERROR(pool.poison_slot(cuda, slot));
-  std::vector<std::byte> staging;  // a device's page; what the image does not fill is never read
+  std::vector<std::byte> staging;    // a device's page; what the image does not fill is never read
+  std::vector<std::byte> reordered;  // its checkpoint
   for (int layer = 0; static_cast<std::size_t>(layer) < layouts.size(); ++layer) {
     const PageLayout& layout = pool.layout(layer);
     if (cuda != nullptr) staging.assign(layout.bytes, std::byte{0xff});
@@ -302,7 +303,14 @@ Status StatePool::Impl::load(const CpuContext& cpu, const CudaContext* cuda, std
     }
     // A fold makes the copy of what it stores.
     if (checkpoint != nullptr && !folds) {
-      encode_read_copy(cpu, layout.read_copy_in(page), checkpoint, pool.options.checkpoint,
+      const std::byte* in_order = checkpoint;
+      if (cuda != nullptr) {
+        // The encoder knows the order of pages on the CPU.
+        const auto saved = image.fields[static_cast<std::size_t>(layer)][0];
+        reordered.assign(saved.begin(), saved.end());
+        in_order = reordered.data();
+      }
+      encode_read_copy(cpu, layout.read_copy_in(page), in_order, pool.options.checkpoint,
                        layout.field("checkpoint").outer);
     }
     const std::int64_t live = image.cursor.live();

@@ -334,7 +334,7 @@ class CudaPool final : public DevicePool {
 
   /// Everything about a layer but the step's operands.
   LayerKernels layer_kernels(int layer) const {
-    LayerKernels kernels(options_.layers[index(layer)].recurrence, options_);
+    LayerKernels kernels(options_.layers[index(layer)], options_);
     kernels.point_at_pages(layouts_[index(layer)], page(layer, 0), plan_.stride[index(layer)]);
     kernels.set_rows(planned_, row_count_);
     kernels.set_mamba2_a(a_[index(layer)]);
@@ -356,12 +356,7 @@ class CudaPool final : public DevicePool {
 };
 
 Status CudaPool::check_layer(int layer) const {
-  const LayerSpec& spec = options_.layers[index(layer)];
-  if (spec.read_copy != ReadCopyFormat::kNone) {
-    return unsupported("layer ", layer, ": read copies on cuda are not supported, read_copy is ",
-                       to_string(spec.read_copy), ", expected none");
-  }
-  const LayerKernels kernels(spec.recurrence, options_);
+  const LayerKernels kernels(options_.layers[index(layer)], options_);
   const Status status = kernels.check(info_);
   if (status.ok()) return {};
   return make_status(status.code(), "layer ", layer, ": ", status.message());
@@ -468,7 +463,7 @@ Status CudaPool::fold_external(Stream stream, int layer, const RecordPointers& r
                               .draft_capacity = 1};
     const std::int64_t places = limits.record_places();
     kernels.set_limits(limits);
-    kernels.set_state(page(layer, slot) + layout.field("checkpoint").offset);
+    kernels.point_at_pages(layout, page(layer, slot), plan_.stride[index(layer)]);
     DeviceBlock block;
     const auto bytes_of = [&](const Field& f) {
       return round_up(static_cast<std::size_t>(f.outer * places) * f.inner_bytes());

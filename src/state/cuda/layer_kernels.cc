@@ -43,13 +43,14 @@ void** address_of(float*& pointer) { return reinterpret_cast<void**>(&pointer); 
 
 }  // namespace
 
-LayerKernels::LayerKernels(const RecurrenceShape& shape, const StatePoolOptions& options) {
-  std::visit([&](const auto& s) { params_ = params_of(s); }, shape);
+LayerKernels::LayerKernels(const LayerSpec& spec, const StatePoolOptions& options) {
+  std::visit([&](const auto& s) { params_ = params_of(s); }, spec.recurrence);
   std::visit(
       [&](auto& p) {
         p.limits = options.limits;
         p.checkpoint = options.checkpoint;
         p.activation = options.activation;
+        p.copy.format = spec.read_copy;
       },
       params_);
 }
@@ -89,6 +90,12 @@ void LayerKernels::point_at_pages(const PageLayout& layout, std::byte* page,
         p.state = page + state.offset;
         p.state_slot_stride = stride(state);
         p.state_head_stride = state.inner;
+        if (p.copy.format == ReadCopyFormat::kNone) return;
+        const ReadCopy copy = layout.read_copy_in(page);
+        p.copy.codes = copy.codes;
+        p.copy.block_scales = copy.block_scales;
+        p.copy.scales = copy.scales;
+        p.copy.slot_stride = static_cast<std::int64_t>(page_stride);
       },
       params_);
   const Rings all = rings();
@@ -112,9 +119,6 @@ void LayerKernels::point_at_ring(const Field& field, void* ring, std::int64_t pl
 
 void LayerKernels::set_limits(ReplayLimits limits) {
   std::visit([&](auto& p) { p.limits = limits; }, params_);
-}
-void LayerKernels::set_state(void* state) {
-  std::visit([&](auto& p) { p.state = state; }, params_);
 }
 void LayerKernels::set_rows(const PlannedRow* rows, std::int64_t row_count) {
   std::visit(

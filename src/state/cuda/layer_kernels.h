@@ -21,14 +21,13 @@ namespace replayssm::cuda {
 class LayerKernels {
  public:
   /// Geometry and types; no addresses yet.
-  LayerKernels(const RecurrenceShape& shape, const StatePoolOptions& options);
+  LayerKernels(const LayerSpec& spec, const StatePoolOptions& options);
 
   /// Points at the fields of slot 0's page; `page_stride` in bytes.
   void point_at_pages(const PageLayout& layout, std::byte* page, std::size_t page_stride);
   /// Points a record field at a ring of its own, (outer, places, inner) of one slot.
   void point_at_ring(const Field& field, void* ring, std::int64_t places);
   void set_limits(ReplayLimits limits);
-  void set_state(void* state);
   void set_rows(const PlannedRow* rows, std::int64_t row_count);
   void set_mamba2_a(const float* a);
 

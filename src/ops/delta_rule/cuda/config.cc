@@ -58,6 +58,10 @@ DeltaRuleShared plan_shared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch&
 
 DeltaRuleVariant delta_rule_variant(const DeltaRuleCudaParams& p) {
   if (p.shape.key_dim != 128 || p.limits.draft_capacity > 8) return DeltaRuleVariant::kAny;
+  // Of the kernels that read copies there are fewer.
+  if (p.copy.format != ReadCopyFormat::kNone && p.limits.draft_capacity > 4) {
+    return DeltaRuleVariant::kAny;
+  }
   return p.limits.draft_capacity <= 4 ? DeltaRuleVariant::kSmall : DeltaRuleVariant::kDraft;
 }
 

@@ -22,6 +22,7 @@
 #include <type_traits>
 
 #include "cuda/ptx/async_copy.cuh"
+#include "cuda/read_copy.cuh"
 #include "ops/delta_rule/cuda/kernels.h"
 #include "ops/delta_rule/cuda/products.cuh"
 #include "ops/delta_rule/cuda/recurrence.cuh"
@@ -29,7 +30,8 @@
 
 namespace replayssm::cuda {
 
-template <typename State, typename Act, bool kChannelDecay, DeltaRuleVariant kVariant>
+template <typename State, typename Act, bool kChannelDecay, DeltaRuleVariant kVariant,
+          ReadCopyFormat kCopy>
 class DeltaRuleStepKernel
     : private DeltaRuleRow<State, Act>,
       private DeltaRuleRecurrence<State, delta_rule_key_dim(kVariant),
@@ -49,7 +51,7 @@ class DeltaRuleStepKernel
   using Row::p, Row::part_count, Row::first_position, Row::present, Row::raw_gate, Row::read_row,
       Row::ring_beta;
   using Row::ring_delta, Row::ring_k, Row::ring_k_scale, Row::ring_decay, Row::ring_v;
-  using Row::state, Row::thread, Row::token_count, Row::token_k, Row::token_q, Row::token_v;
+  using Row::slot, Row::state, Row::thread, Row::token_count, Row::token_k, Row::token_q, Row::token_v;
   using Row::value_offset, Row::warp, Row::zero, Row::zero_outputs;
   using typename Row::Position;
 
@@ -65,6 +67,9 @@ class DeltaRuleStepKernel
   using Products::clear, Products::g, Products::multiply_state, Products::multiply_window;
   using Products::q;
   using typename Products::Sums;
+
+  static constexpr bool kHasCopy = kCopy != ReadCopyFormat::kNone;
+  using Copy = ReadCopyTiles<kCopy>;
 
   static constexpr int kDecays = kChannelDecay ? kColumns : 1;
   static constexpr int kActPerChunk = 16 / static_cast<int>(sizeof(Act));
@@ -208,7 +213,9 @@ class DeltaRuleStepKernel
     if (part >= part_count || !present(to_load)) return;
     std::uint64_t* bar = barrier(part);
     State* to = stage_state(part);
-    if (!zero) {
+    if (kHasCopy && kind == PlannedRow::kReplay) {
+      if (!zero) Copy::load(copy_in_memory(to_load), copy_in_stage(part), key_dim, bar, lane);
+    } else if (!zero) {
       const State* from = state(to_load);
       const int bytes = kDeltaRuleTileRows * key_dim * static_cast<int>(sizeof(State));
       if (ptx::kHasBulkCopy) {
@@ -239,6 +246,18 @@ class DeltaRuleStepKernel
                          tokens + t * p.v_token_stride);
     }
     ptx::copy_async_arrive(bar);
+  }
+
+  __device__ __forceinline__ CopyTile copy_in_memory(const Position& tile) const {
+    return Copy::in_memory(p.copy, slot, tile.head, p.shape.value_dim, tile.v0, key_dim);
+  }
+  __device__ __forceinline__ CopyTile copy_in_stage(int part) const {
+    return Copy::in_stage(stage(part), key_dim);
+  }
+  /// Writes the read copy of a staged tile that has changed, to memory and over the tile.
+  __device__ __forceinline__ void encode_copy(int part, const Position& tile) const {
+    Copy::template encode<kKeyDim>(stage_state(part), key_dim, copy_in_memory(tile),
+                                   copy_in_stage(part), lane);
   }
 
   __device__ __forceinline__ void wait_for(int part) const {
@@ -580,7 +599,10 @@ class DeltaRuleStepKernel
       if (present(tile)) {
         wait_for(part);
         append_values(part, tile);
-        if constexpr (kFlush) fold_tile(part, tile);
+        if constexpr (kFlush) {
+          fold_tile(part, tile);
+          if constexpr (kHasCopy) encode_copy(part, tile);
+        }
         if (own > 0) output_tile(part, tile, records, kFlush || !zero);
       }
       reload(part + launch.stages, ahead);
@@ -621,13 +643,45 @@ class DeltaRuleStepKernel
     }
   }
 
+  __device__ __forceinline__ void multiply_copy(int part, int blocks, Sums& sums) const {
+    constexpr int kTerms = kChannelDecay ? 2 : 1;
+    constexpr int kBlock = Copy::kBlock;
+    const auto columns = [&](int b, int s, std::uint32_t(&words)[kTerms][kBlock / 2]) {
+      const int n = s * Copy::kSegment + kBlock * q;
+      Packed<Column, kBlock> c{};
+      if (!kMasked || n < key_dim) {
+        c = load_packed<Column, kBlock>(state_columns() + (8 * b + g) * pitch + n);
+      }
+      if constexpr (kTerms == 1) {
+#pragma unroll
+        for (int i = 0; i < kBlock / 2; ++i) words[0][i] = c.word[i];
+      } else {
+        float left[kBlock];
+#pragma unroll
+        for (int i = 0; i < kBlock; ++i) left[i] = c[i];
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term) {
+          const auto packed = take_bf16_term<kBlock>(left);
+#pragma unroll
+          for (int i = 0; i < kBlock / 2; ++i) words[term][i] = packed.word[i];
+        }
+      }
+    };
+    Copy::template multiply<kKeyDim, kBlocks, kTerms>(copy_in_stage(part), key_dim, lane, blocks,
+                                                      columns, sums);
+  }
+
   __device__ __forceinline__ void output_tile(int part, const Position& tile, int records,
                                               bool has_state) const {
     const int blocks = (own + 3) / 4;
     Sums sums;
     clear(sums);
     if (has_state) {
-      multiply_state(stage_state(part), key_dim, state_columns(), pitch, blocks, sums);
+      if constexpr (kHasCopy) {
+        multiply_copy(part, blocks, sums);
+      } else {
+        multiply_state(stage_state(part), key_dim, state_columns(), pitch, blocks, sums);
+      }
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
         const int t = min(4 * b + q, own - 1);
@@ -757,6 +811,10 @@ class DeltaRuleStepKernel
         const bool again = token_count > kMaxTokens && (part > 0 || first_row > 0);
         committed_pass(part, tile, first_row, again);
       }
+      if (kHasCopy && present(tile)) {
+        __syncwarp();
+        encode_copy(part, tile);
+      }
       reload(part + launch.stages, ahead);
       advance_position(tile);
       advance_position(ahead);
@@ -819,7 +877,8 @@ class DeltaRuleStepKernel
       }
     }
     if (has_tile) {
-      this->template write_tile<false>(tile, state(at_tile) + first_row * key_dim, nullptr);
+      this->template write_tile<kHasCopy>(tile, state(at_tile) + first_row * key_dim,
+                                          stage_state(part) + first_row * key_dim);
     }
   }
 
@@ -827,23 +886,49 @@ class DeltaRuleStepKernel
   int key_dim, pitch;
 };
 
-template <typename State, typename Act, bool kChannelDecay, DeltaRuleVariant kVariant>
+template <typename State, typename Act, bool kChannelDecay, DeltaRuleVariant kVariant,
+          ReadCopyFormat kCopy>
 __global__ void __launch_bounds__(kDeltaRuleMaxWarps* kWarpLanes, 2)
     delta_rule_step_kernel(const __grid_constant__ DeltaRuleCudaParams params,
                            const __grid_constant__ DeltaRuleLaunch launch) {
   extern __shared__ __align__(128) unsigned char shared[];
-  DeltaRuleStepKernel<State, Act, kChannelDecay, kVariant>::run(params, launch, shared);
+  DeltaRuleStepKernel<State, Act, kChannelDecay, kVariant, kCopy>::run(params, launch, shared);
 }
 
 template <typename State, typename Act, bool kChannelDecay>
 DeltaRuleKernelFunction delta_rule_step_function(DeltaRuleVariant variant) {
+  constexpr auto kCopy = ReadCopyFormat::kNone;
   switch (variant) {
     case DeltaRuleVariant::kSmall:
-      return delta_rule_step_kernel<State, Act, kChannelDecay, DeltaRuleVariant::kSmall>;
+      return delta_rule_step_kernel<State, Act, kChannelDecay, DeltaRuleVariant::kSmall, kCopy>;
     case DeltaRuleVariant::kDraft:
-      return delta_rule_step_kernel<State, Act, kChannelDecay, DeltaRuleVariant::kDraft>;
+      return delta_rule_step_kernel<State, Act, kChannelDecay, DeltaRuleVariant::kDraft, kCopy>;
     case DeltaRuleVariant::kAny:
-      return delta_rule_step_kernel<State, Act, kChannelDecay, DeltaRuleVariant::kAny>;
+      return delta_rule_step_kernel<State, Act, kChannelDecay, DeltaRuleVariant::kAny, kCopy>;
+  }
+  return nullptr;
+}
+
+template <typename State, bool kChannelDecay, ReadCopyFormat kCopy>
+DeltaRuleKernelFunction delta_rule_kernel_with(DeltaRuleVariant variant) {
+  using enum DeltaRuleVariant;
+  if (variant == kSmall) return delta_rule_step_kernel<State, BF16, kChannelDecay, kSmall, kCopy>;
+  if (variant == kAny) return delta_rule_step_kernel<State, BF16, kChannelDecay, kAny, kCopy>;
+  return nullptr;
+}
+
+template <typename State, bool kChannelDecay>
+DeltaRuleKernelFunction delta_rule_copy_step_function(ReadCopyFormat format,
+                                                      DeltaRuleVariant variant) {
+  switch (format) {
+    case ReadCopyFormat::kNone:
+      break;
+    case ReadCopyFormat::kFp8E4M3:
+      return delta_rule_kernel_with<State, kChannelDecay, ReadCopyFormat::kFp8E4M3>(variant);
+    case ReadCopyFormat::kInt8:
+      return delta_rule_kernel_with<State, kChannelDecay, ReadCopyFormat::kInt8>(variant);
+    case ReadCopyFormat::kNvfp4:
+      return delta_rule_kernel_with<State, kChannelDecay, ReadCopyFormat::kNvfp4>(variant);
   }
   return nullptr;
 }

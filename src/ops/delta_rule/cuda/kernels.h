@@ -12,4 +12,9 @@ using DeltaRuleKernelFunction = void (*)(DeltaRuleCudaParams, DeltaRuleLaunch);
 template <typename State, typename Act, bool kChannelDecay>
 DeltaRuleKernelFunction delta_rule_step_function(DeltaRuleVariant variant);
 
+/// Kernels with bf16 activations whose tentative rows read a copy: kSmall and kAny, else null.
+template <typename State, bool kChannelDecay>
+DeltaRuleKernelFunction delta_rule_copy_step_function(ReadCopyFormat format,
+                                                      DeltaRuleVariant variant);
+
 }  // namespace replayssm::cuda

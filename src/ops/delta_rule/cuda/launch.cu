@@ -35,12 +35,26 @@ DeltaRuleKernelFunction find(const DeltaRuleCudaParams& p) {
                                : delta_rule_step_function<State, Act, false>(variant);
 }
 
+template <typename State>
+DeltaRuleKernelFunction find_with_copy(const DeltaRuleCudaParams& p) {
+  const DeltaRuleVariant variant = delta_rule_variant(p);
+  return p.shape.channel_decay
+             ? delta_rule_copy_step_function<State, true>(p.copy.format, variant)
+             : delta_rule_copy_step_function<State, false>(p.copy.format, variant);
+}
+
 DeltaRuleKernelFunction find_kernel(const DeltaRuleCudaParams& p) {
   const bool f32_state = p.checkpoint == DType::kF32;
-  const bool f32_act = p.activation == DType::kF32;
-  if (f32_state && f32_act) return find<float, float>(p);
-  if (f32_state && p.activation == DType::kBF16) return find<float, BF16>(p);
-  if (p.checkpoint == DType::kBF16 && p.activation == DType::kBF16) return find<BF16, BF16>(p);
+  const bool bf16_state = p.checkpoint == DType::kBF16;
+  const bool bf16_act = p.activation == DType::kBF16;
+  if (p.copy.format != ReadCopyFormat::kNone) {
+    if (f32_state && bf16_act) return find_with_copy<float>(p);
+    if (bf16_state && bf16_act) return find_with_copy<BF16>(p);
+    return nullptr;
+  }
+  if (f32_state && p.activation == DType::kF32) return find<float, float>(p);
+  if (f32_state && bf16_act) return find<float, BF16>(p);
+  if (bf16_state && bf16_act) return find<BF16, BF16>(p);
   return nullptr;
 }
 
@@ -80,8 +94,10 @@ Status check_delta_rule_support(const DeltaRuleCudaParams& p) {
   RSSM_RETURN_IF_ERROR(validate_geometry(p));
   if (find_kernel(p) == nullptr) {
     return unsupported("no CUDA kernel for a ", to_string(p.checkpoint), " checkpoint with ",
-                       to_string(p.activation),
-                       " activations; there are f32/f32, f32/bf16 and bf16/bf16");
+                       to_string(p.activation), " activations and read copy ",
+                       to_string(p.copy.format),
+                       "; there are f32/f32, f32/bf16 and bf16/bf16, with read copies f32/bf16 and "
+                       "bf16/bf16");
   }
   return {};
 }

@@ -125,7 +125,7 @@ class DeltaRuleProducts {
           float left[4] = {w0.x, w0.y, w1.x, w1.y};
 #pragma unroll
           for (int term = 0; term < kWeightTerms; ++term) {
-            const auto packed = take_term<4>(left);
+            const auto packed = take_bf16_term<4>(left);
             ptx::mma_bf16(sums[b], a[0], a[1], a[2], a[3], packed.word[0], packed.word[1]);
           }
         }
@@ -134,17 +134,6 @@ class DeltaRuleProducts {
   }
 
  private:
-  /// The bf16 numbers next to x; x keeps what they leave.
-  template <int kCount>
-  static __device__ __forceinline__ Packed<BF16, kCount> take_term(float (&x)[kCount]) {
-    Packed<BF16, kCount> out;
-#pragma unroll
-    for (int i = 0; i < kCount / 2; ++i) out.set(i, x[2 * i], x[2 * i + 1]);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] -= out[i];
-    return out;
-  }
-
   __device__ __forceinline__ void multiply_bf16(const Packed<State, kOwn>& s0,
                                                 const Packed<State, kOwn>& s1,
                                                 const Packed<Column, kOwn>& c, float (&sums)[4],
@@ -160,7 +149,7 @@ class DeltaRuleProducts {
       if constexpr (kExactColumns) {
         packed = c;
       } else {
-        packed = take_term<kOwn>(left);
+        packed = take_bf16_term<kOwn>(left);
       }
 #pragma unroll
       for (int i = 0; i < kOwn / 2; i += 2) {

@@ -77,8 +77,9 @@ Mamba2Variant mamba2_variant(const Mamba2CudaParams& p) {
   if (p.state_size != 128 || limits.draft_capacity > 8 || limits.record_places() > 32) {
     return Mamba2Variant::kGeneral;
   }
-  return limits.draft_capacity == 1 && p.checkpoint == DType::kF32 ? Mamba2Variant::kOneToken
-                                                                   : Mamba2Variant::kSmall;
+  const bool one_token = limits.draft_capacity == 1 && p.checkpoint == DType::kF32 &&
+                         p.copy.format == ReadCopyFormat::kNone;
+  return one_token ? Mamba2Variant::kOneToken : Mamba2Variant::kSmall;
 }
 
 std::string Mamba2CudaConfig::to_string() const {

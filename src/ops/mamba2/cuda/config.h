@@ -67,7 +67,7 @@ struct Mamba2CudaConfig {
 
 /// The kernels there are for a state size of 128; other sizes have the general one.
 enum class Mamba2Variant {
-  kOneToken,  // fp32 checkpoint, draft capacity 1, at most 32 places
+  kOneToken,  // fp32 checkpoint, no read copy, draft capacity 1, at most 32 places
   kSmall,     // draft capacity up to 8, at most 32 places
   kGeneral,   // everything else
 };

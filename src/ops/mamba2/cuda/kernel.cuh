@@ -25,6 +25,7 @@
 
 #include "cuda/ptx/async_copy.cuh"
 #include "cuda/ptx/mma.cuh"
+#include "cuda/read_copy.cuh"
 #include "ops/mamba2/cuda/kernels.h"
 #include "ops/mamba2/cuda/lanes.cuh"
 #include "ops/mamba2/cuda/row.cuh"
@@ -34,7 +35,8 @@ namespace replayssm::cuda {
 /// kTokenBlocks: blocks of eight tokens a tentative row may have; 0: one token, multiplied without
 /// tensor cores (splitting an fp32 state costs more than the products). kWindowSteps: blocks of
 /// sixteen window entries (places of the ring).
-template <typename State, typename Act, int kStateSize, int kTokenBlocks, int kWindowSteps>
+template <typename State, typename Act, int kStateSize, int kTokenBlocks, int kWindowSteps,
+          ReadCopyFormat kCopy>
 class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
                          private Mamba2Lanes<State, Act, kStateSize> {
   using Base = Mamba2Row<State, Act, kStateSize>;
@@ -53,6 +55,8 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
   using typename Lanes::PackedColumns, typename Lanes::Tile;
 
   static constexpr bool kOneToken = kTokenBlocks == 0;
+  static constexpr bool kHasCopy = kCopy != ReadCopyFormat::kNone;
+  using Copy = ReadCopyTiles<kCopy>;
 
   // One-token outputs take all rows of a tile at a time.
   static constexpr int kOneSlots = kTileRows / kTeams;
@@ -74,6 +78,8 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
   static constexpr int kEntries = 16 * kWindowSteps;
   static constexpr int kEntryChunks = (kEntries + kWarpLanes - 1) / kWarpLanes;
   static constexpr bool kWideAct = sizeof(Act) == 4;
+  static constexpr int kCopySegments = kHasCopy ? kStateSize / Copy::kSegment : 1;
+  static_assert(!kHasCopy || (!kWideAct && !kOneToken));
   static constexpr bool kWideState = sizeof(State) == 4;
   static constexpr bool kBf16Products = std::is_same_v<State, BF16> && std::is_same_v<Act, BF16>;
   static constexpr int kCFloats = kBf16Products ? 0 : kOwn;
@@ -129,6 +135,19 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
     return reinterpret_cast<Act*>(stage + launch.shared.stage_x_offset);
   }
 
+  __device__ __forceinline__ CopyTile copy_in_memory(const Position& at) const {
+    return Copy::in_memory(p.copy, slot, at.head, launch.head_dim, at.p0, kStateSize);
+  }
+  static __device__ __forceinline__ CopyTile copy_in_stage(unsigned char* stage) {
+    return Copy::in_stage(stage, kStateSize);
+  }
+  /// Writes the read copy of a staged tile that has changed, to memory and over the tile.
+  __device__ __forceinline__ void encode_copy(const Position& at, unsigned char* from) const {
+    Copy::template encode<kStateSize>(stage_state(from), kStateSize, copy_in_memory(at),
+                                      copy_in_stage(from), lane);
+    ptx::fence_proxy_async();
+  }
+
   /// A head's values by entry: the live records, then the row's own tokens.
   struct Table {
     float* weight;    // [token][kEntries]: dt times the product of later decays up to the token
@@ -172,7 +191,12 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
     if (tile_ahead >= tile_end) return;
     unsigned char* to = stage(index);
     std::uint64_t* bar = barrier(index);
-    if (ptx::kHasBulkCopy) {
+    if (kHasCopy && kind == PlannedRow::kReplay) {
+      if (!zero) {
+        Copy::load(copy_in_memory(position(tile_ahead)), copy_in_stage(to), kStateSize, bar, lane);
+      }
+      if (lane == 0) ptx::mbarrier_arrive(bar);
+    } else if (ptx::kHasBulkCopy) {
       if (lane == 0) {
         if (zero) {
           ptx::mbarrier_arrive(bar);
@@ -237,6 +261,22 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
       for (int s = 0; s < kSegments; ++s) {
         c[k][s] = token < own ? load_packed<Act, kOwn>(token_c(token) + (4 * s + q) * kOwn)
                               : no_columns();
+      }
+    }
+    if constexpr (kHasCopy) {
+#pragma unroll
+      for (int k = 0; k < kBlocks; ++k) {
+        const int token = 8 * k + g;
+#pragma unroll
+        for (int s = 0; s < kCopySegments; ++s) {
+#pragma unroll
+          for (int i = 0; i < Copy::kPairs; ++i) c_copy[k][s][i] = 0;
+          if (token >= own) continue;
+          const auto packed = load_packed<Act, Copy::kBlock>(token_c(token) + Copy::kSegment * s +
+                                                             Copy::kBlock * q);
+#pragma unroll
+          for (int i = 0; i < Copy::kPairs; ++i) c_copy[k][s][i] = packed.word[i];
+        }
       }
     }
     const int entries = live + own;
@@ -485,7 +525,10 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
         ptx::mbarrier_wait(barrier(index), parity);
         __syncwarp();
         append_x(at, stage_x(from));
-        if constexpr (kKind == PlannedRow::kFlush) fold_tile(at, from, true);
+        if constexpr (kKind == PlannedRow::kFlush) {
+          fold_tile(at, from, true);
+          if constexpr (kHasCopy) encode_copy(at, from);
+        }
         const bool has_state = kKind == PlannedRow::kFlush || !zero;
         if constexpr (kOneToken) {
           output_one_token(at, from, has_state);
@@ -586,7 +629,11 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
       for (int i = 0; i < 4; ++i) y[k][i] = 0.0f;
     }
     if (has_state) {
-      multiply_state(stage_state(from), y);
+      if constexpr (kHasCopy) {
+        multiply_copy(from, y);
+      } else {
+        multiply_state(stage_state(from), y);
+      }
 #pragma unroll
       for (int k = 0; k < kTokenBlocks; ++k) {
 #pragma unroll
@@ -623,6 +670,16 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
         if (token < own) y[k][i] *= silu(widen(gate(token, at)[g + 8 * (i / 2)]));
       }
     }
+  }
+
+  /// y[p, t] += sum_n S[p, n] C[t, n], S as the staged read copy has it.
+  __device__ __forceinline__ void multiply_copy(unsigned char* from, float (&y)[kTokenBlocks][4]) {
+    const auto columns = [&](int k, int s, std::uint32_t(&words)[1][Copy::kPairs]) {
+#pragma unroll
+      for (int i = 0; i < Copy::kPairs; ++i) words[0][i] = c_copy[k][s][i];
+    };
+    Copy::template multiply<kStateSize, kTokenBlocks, 1>(copy_in_stage(from), kStateSize, lane,
+                                                         kTokenBlocks, columns, y);
   }
 
   /// y[p, t] += sum_n S[p, n] C[t, n] for the staged tile.
@@ -801,7 +858,10 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
       fold_tile(at, from, token_count == 0);
       ptx::fence_proxy_async();
     }
-    if (token_count == 0) return;
+    if (token_count == 0) {
+      if (kHasCopy && live > 0) encode_copy(at, from);
+      return;
+    }
     committed_pass(at, stage_state(from), first, lane_dt);
 #pragma unroll 1
     for (int first_row = kPassRows; first_row < kTileRows; first_row += kPassRows) {
@@ -809,11 +869,15 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
       committed_pass(pass, stage_state(from) + first_row * kStateSize, load_operands(0, pass),
                      lane_dt);
     }
+    if constexpr (kHasCopy) {
+      __syncwarp();
+      encode_copy(at, from);
+    }
   }
 
   /// All tokens through kPassRows rows of the state. `next`: the first token's operands; `lane_dt`:
   /// the time step of token `lane`.
-  __device__ __forceinline__ void committed_pass(const Position& at, const State* staged,
+  __device__ __forceinline__ void committed_pass(const Position& at, State* staged,
                                                  TokenOperands next, float lane_dt) {
     const float a = p.a[at.head];
     const float d = p.d == nullptr ? 0.0f : p.d[at.head];
@@ -859,7 +923,7 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
         }
       }
     }
-    this->template write_tile<true, false>(tile, state(at), nullptr);
+    this->template write_tile<true, kHasCopy>(tile, state(at), staged);
   }
 
   unsigned char* shared;
@@ -875,6 +939,8 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
   float bc[kBlocks][kEntryBlocks][2];  // B . C of entries 8 i + 2 q, + 1 and token 8 k + g
   // W of entries 16 s + {2q, 2q+1, 2q+8, 2q+9} and token 8 k + g: fp32, or bf16 terms.
   std::uint32_t weights[kBlocks][kWindowSteps][kWideAct ? 4 : 2 * kWeightTerms];
+  // C for read copies, by segments.
+  std::uint32_t c_copy[kBlocks][kCopySegments][Copy::kPairs];
   float c_columns[kColumns];       // one token: C of this lane's columns,
   float one_weight[kEntryChunks];  // the weights of entries 32 i + lane,
   float one_scale;                 // and the scale of the checkpoint's part
@@ -887,13 +953,15 @@ constexpr Mamba2Variant mamba2_variant_of(int token_blocks) {
                              : Mamba2Variant::kGeneral;
 }
 
-template <typename State, typename Act, int kStateSize, int kTokenBlocks, int kWindowSteps>
+template <typename State, typename Act, int kStateSize, int kTokenBlocks, int kWindowSteps,
+          ReadCopyFormat kCopy = ReadCopyFormat::kNone>
 __global__ void __launch_bounds__(kMamba2MaxWarps* kWarpLanes,
                                   mamba2_resident_blocks(mamba2_variant_of(kTokenBlocks)))
     mamba2_step_kernel(const __grid_constant__ Mamba2CudaParams params,
                        const __grid_constant__ Mamba2Launch launch) {
   extern __shared__ __align__(128) unsigned char shared[];
-  Mamba2StepKernel<State, Act, kStateSize, kTokenBlocks, kWindowSteps>::run(params, launch, shared);
+  Mamba2StepKernel<State, Act, kStateSize, kTokenBlocks, kWindowSteps, kCopy>::run(params, launch,
+                                                                                   shared);
 }
 
 template <typename State, typename Act>
@@ -906,6 +974,33 @@ Mamba2KernelFunction mamba2_step_function(int state_size, Mamba2Variant variant)
   }
   if (variant == Mamba2Variant::kGeneral) return mamba2_step_kernel<State, Act, 128, 2, 5>;
   return mamba2_step_kernel<State, Act, 128, 1, 2>;
+}
+
+template <typename State, ReadCopyFormat kCopy>
+Mamba2KernelFunction mamba2_kernel_with(int state_size, Mamba2Variant variant) {
+  if (state_size == 64) return mamba2_step_kernel<State, BF16, 64, 2, 5, kCopy>;
+  if (state_size == 256) return mamba2_step_kernel<State, BF16, 256, 2, 5, kCopy>;
+  if (state_size != 128) return nullptr;
+  if (variant == Mamba2Variant::kGeneral) {
+    return mamba2_step_kernel<State, BF16, 128, 2, 5, kCopy>;
+  }
+  return mamba2_step_kernel<State, BF16, 128, 1, 2, kCopy>;
+}
+
+template <typename State>
+Mamba2KernelFunction mamba2_copy_step_function(ReadCopyFormat format, int state_size,
+                                               Mamba2Variant variant) {
+  switch (format) {
+    case ReadCopyFormat::kNone:
+      break;
+    case ReadCopyFormat::kFp8E4M3:
+      return mamba2_kernel_with<State, ReadCopyFormat::kFp8E4M3>(state_size, variant);
+    case ReadCopyFormat::kInt8:
+      return mamba2_kernel_with<State, ReadCopyFormat::kInt8>(state_size, variant);
+    case ReadCopyFormat::kNvfp4:
+      return mamba2_kernel_with<State, ReadCopyFormat::kNvfp4>(state_size, variant);
+  }
+  return nullptr;
 }
 
 }  // namespace replayssm::cuda

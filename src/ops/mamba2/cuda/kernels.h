@@ -12,4 +12,9 @@ using Mamba2KernelFunction = void (*)(Mamba2CudaParams, Mamba2Launch);
 template <typename State, typename Act>
 Mamba2KernelFunction mamba2_step_function(int state_size, Mamba2Variant variant);
 
+/// Kernels with bf16 activations whose tentative rows read a copy.
+template <typename State>
+Mamba2KernelFunction mamba2_copy_step_function(ReadCopyFormat format, int state_size,
+                                               Mamba2Variant variant);
+
 }  // namespace replayssm::cuda

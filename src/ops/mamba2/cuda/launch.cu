@@ -30,6 +30,16 @@ Mamba2KernelFunction find(const Mamba2CudaParams& p) {
 Mamba2KernelFunction find_kernel(const Mamba2CudaParams& p) {
   const bool f32_state = p.checkpoint == DType::kF32;
   const bool f32_act = p.activation == DType::kF32;
+  if (p.copy.format != ReadCopyFormat::kNone) {
+    const auto size = static_cast<int>(p.state_size);
+    const Mamba2Variant variant = mamba2_variant(p);
+    if (p.activation != DType::kBF16) return nullptr;
+    if (f32_state) return mamba2_copy_step_function<float>(p.copy.format, size, variant);
+    if (p.checkpoint == DType::kBF16) {
+      return mamba2_copy_step_function<BF16>(p.copy.format, size, variant);
+    }
+    return nullptr;
+  }
   if (f32_state && f32_act) return find<float, float>(p);
   if (f32_state && p.activation == DType::kBF16) return find<float, BF16>(p);
   if (p.checkpoint == DType::kBF16 && p.activation == DType::kBF16) return find<BF16, BF16>(p);
@@ -71,8 +81,10 @@ Status check_mamba2_support(const Mamba2CudaParams& p) {
   RSSM_RETURN_IF_ERROR(validate_geometry(p));
   if (find_kernel(p) == nullptr) {
     return unsupported("no CUDA kernel for a ", to_string(p.checkpoint), " checkpoint with ",
-                       to_string(p.activation),
-                       " activations; there are f32/f32, f32/bf16 and bf16/bf16");
+                       to_string(p.activation), " activations and read copy ",
+                       to_string(p.copy.format),
+                       "; there are f32/f32, f32/bf16 and bf16/bf16, with read copies f32/bf16 and "
+                       "bf16/bf16");
   }
   return {};
 }

@@ -1,0 +1,306 @@
+// Read copies on the device: a warp loads, multiplies or encodes a tile of 16 rows.
+//
+// All formats are decoded to pairs of bf16, exactly (nvfp4: code times block scale), and multiplied
+// on the tensor cores; scales in fp32 are applied to the sums. Lane (g, q) = (lane / 4, lane % 4)
+// owns 16 neighbouring columns of every segment of 64: a block of nvfp4.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "cuda/ptx/async_copy.cuh"
+#include "cuda/ptx/mma.cuh"
+#include "cuda/read_copy.h"
+#include "cuda/vector.cuh"
+#include "cuda/warp.cuh"
+#include "state/read_copy_codec.h"
+
+namespace replayssm::cuda {
+
+/// A tile's planes, in global memory or in a stage.
+struct CopyTile {
+  std::uint8_t* codes;
+  std::uint8_t* block_scales;
+  float* scales;
+};
+
+template <ReadCopyFormat kFormat>
+class ReadCopyTiles {
+ public:
+  static constexpr bool kNvfp4 = kFormat == ReadCopyFormat::kNvfp4;
+  static constexpr int kRows = 16;
+  static constexpr int kBlock = 16;    // columns of a lane in a segment
+  static constexpr int kSegment = 64;  // columns
+  static constexpr int kPairs = kBlock / 2;
+
+  static __device__ __forceinline__ int code_row_bytes(int width) {
+    return kNvfp4 ? width / 2 : width;
+  }
+
+  /// Rows [row, row + 16) of a head of `rows` rows.
+  static __device__ __forceinline__ CopyTile in_memory(const ReadCopyParams& p, std::int64_t slot,
+                                                       std::int64_t head, std::int64_t rows,
+                                                       std::int64_t row, int width) {
+    const std::int64_t at = slot * p.slot_stride;
+    const std::int64_t first = head * rows + row;
+    CopyTile tile;
+    tile.codes = p.codes + at + first * code_row_bytes(width);
+    tile.block_scales = kNvfp4 ? p.block_scales + at + first * (width / kBlock) : nullptr;
+    tile.scales = p.scales + at / 4 + (kNvfp4 ? first / kRows : first);
+    return tile;
+  }
+  static __device__ __forceinline__ CopyTile in_stage(unsigned char* stage, int width) {
+    CopyTile tile;
+    tile.codes = stage;
+    tile.block_scales = stage + kRows * code_row_bytes(width);
+    tile.scales = reinterpret_cast<float*>(tile.block_scales + (kNvfp4 ? width : 0));
+    return tile;
+  }
+
+  /// Asks for a tile; completes on the barrier with the caller's copy_async_arrive.
+  static __device__ __forceinline__ void load(const CopyTile& from, const CopyTile& to, int width,
+                                              std::uint64_t* barrier, int lane) {
+    const int code_bytes = kRows * code_row_bytes(width);
+    if (ptx::kHasBulkCopy) {
+      if (lane == 0) {
+        const auto policy = ptx::evict_first_policy();
+        const int more = kNvfp4 ? width : kRows * 4;
+        ptx::mbarrier_expect(barrier, static_cast<std::uint32_t>(code_bytes + more));
+        ptx::bulk_copy(to.codes, from.codes, static_cast<std::uint32_t>(code_bytes), barrier,
+                       policy);
+        if constexpr (kNvfp4) {
+          ptx::bulk_copy(to.block_scales, from.block_scales, static_cast<std::uint32_t>(width),
+                         barrier, policy);
+        } else {
+          ptx::bulk_copy(to.scales, from.scales, kRows * 4, barrier, policy);
+        }
+      }
+    } else {
+      for (int i = lane * 16; i < code_bytes; i += kWarpLanes * 16) {
+        ptx::copy_async_16(to.codes + i, from.codes + i);
+      }
+      if constexpr (kNvfp4) {
+        for (int i = lane * 16; i < width; i += kWarpLanes * 16) {
+          ptx::copy_async_16(to.block_scales + i, from.block_scales + i);
+        }
+      } else {
+        if (lane < 4) ptx::copy_async_16(to.scales + 4 * lane, from.scales + 4 * lane);
+      }
+    }
+    if (kNvfp4 && lane == 0) ptx::copy_async_4(to.scales, from.scales);
+  }
+
+  /// sums[r, c] += sum_n S[r, n] columns[c, n] of the staged tile, for rows g and g + 8.
+  /// columns(b, s, words): the lane's 16 columns of segment s of column 8 b + g as kTerms terms of
+  /// pairs of bf16; kWidth: columns the code allows for.
+  template <int kWidth, int kBlocks, int kTerms, typename Columns>
+  static __device__ __forceinline__ void multiply(const CopyTile& tile, int width, int lane,
+                                                  int blocks, Columns columns,
+                                                  float (&sums)[kBlocks][4]) {
+    const int g = lane / 4;
+    const int q = lane % 4;
+    float raw[kBlocks][4];
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) raw[b][i] = 0.0f;
+    }
+#pragma unroll
+    for (int s = 0; s < (kWidth + kSegment - 1) / kSegment; ++s) {
+      if (s * kSegment >= width) break;
+      const int column = s * kSegment + kBlock * q;
+      std::uint32_t low[kPairs], high[kPairs];
+      decode(tile, width, g, column, low);
+      decode(tile, width, g + 8, column, high);
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        if (kBlocks > 1 && b >= blocks) break;
+        std::uint32_t words[kTerms][kPairs];
+        columns(b, s, words);
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term) {
+          std::uint32_t pairs[kPairs];
+          pair_like_codes(words[term], pairs);
+#pragma unroll
+          for (int i = 0; i < kPairs; i += 2) {
+            ptx::mma_bf16(raw[b], low[i], high[i], low[i + 1], high[i + 1], pairs[i], pairs[i + 1]);
+          }
+        }
+      }
+    }
+    const float scale_low = kNvfp4 ? tile.scales[0] * kNvfp4Rest : tile.scales[g];
+    const float scale_high = kNvfp4 ? scale_low : tile.scales[g + 8];
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      sums[b][0] = fmaf(raw[b][0], scale_low, sums[b][0]);
+      sums[b][1] = fmaf(raw[b][1], scale_low, sums[b][1]);
+      sums[b][2] = fmaf(raw[b][2], scale_high, sums[b][2]);
+      sums[b][3] = fmaf(raw[b][3], scale_high, sums[b][3]);
+    }
+  }
+
+  /// Encodes the staged state (16 rows of `width` elements, contiguous) as the codec says, to memory
+  /// and over the state in its stage. kWidth: columns the code allows for.
+  template <int kWidth, typename State>
+  static __device__ __forceinline__ void encode(const State* state, int width, const CopyTile& to,
+                                                const CopyTile& staged, int lane) {
+    namespace rc = read_copy;
+    // Two lanes to a row, each with every other block.
+    constexpr int kMine = (kWidth / kBlock + 1) / 2;
+    constexpr int kWords = kNvfp4 ? 2 : 4;
+    const int row = lane / 2;
+    const auto block_of = [&](int j) { return 2 * j + lane % 2; };
+    const auto has = [&](int j) { return block_of(j) * kBlock < width; };
+    std::uint32_t amax[kMine];
+    std::uint32_t all = 0;
+#pragma unroll
+    for (int j = 0; j < kMine; ++j) {
+      amax[j] = 0;
+      if (has(j)) {
+        const auto x = load_packed<State, kBlock>(state + row * width + block_of(j) * kBlock);
+#pragma unroll
+        for (int i = 0; i < kBlock; ++i) amax[j] = max(amax[j], rc::magnitude_bits(x[i]));
+      }
+      all = max(all, amax[j]);
+    }
+    // Of a row, or of the tile.
+#pragma unroll
+    for (int mask = 1; mask < (kNvfp4 ? kWarpLanes : 2); mask *= 2) {
+      all = max(all, __shfl_xor_sync(kAllLanes, all, mask));
+    }
+    const float scale = kNvfp4                                   ? rc::nvfp4_scale(all)
+                        : kFormat == ReadCopyFormat::kFp8E4M3 ? rc::fp8_scale(all)
+                                                              : rc::int8_scale(all);
+    std::uint32_t codes[kMine][kWords];
+    std::uint8_t block_scale[kMine];
+#pragma unroll
+    for (int j = 0; j < kMine; ++j) {
+      block_scale[j] = 0;
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) codes[j][w] = 0;
+      if (!has(j)) continue;
+      if (kNvfp4) block_scale[j] = rc::nvfp4_block_scale(amax[j], scale);
+      const float inverse =
+          rc::inverse_unit(kNvfp4 ? rc::nvfp4_unit(block_scale[j], scale) : scale);
+      const auto x = load_packed<State, kBlock>(state + row * width + block_of(j) * kBlock);
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) {
+        const float value = __fmul_rn(x[i], inverse);
+        if constexpr (kNvfp4) {
+          codes[j][i / 8] |= static_cast<std::uint32_t>(rc::encode_e2m1(value)) << (4 * (i % 8));
+        } else {
+          const auto code = kFormat == ReadCopyFormat::kFp8E4M3
+                                ? rc::encode_e4m3(value)
+                                : static_cast<std::uint8_t>(rc::encode_int8(value));
+          codes[j][i / 4] |= static_cast<std::uint32_t>(code) << (8 * (i % 4));
+        }
+      }
+    }
+    __syncwarp();
+    const auto write = [&](const CopyTile& tile) {
+#pragma unroll
+      for (int j = 0; j < kMine; ++j) {
+        if (!has(j)) continue;
+        std::uint8_t* at = tile.codes + row * code_row_bytes(width) + block_of(j) * 4 * kWords;
+        if constexpr (kNvfp4) {
+          *reinterpret_cast<uint2*>(at) = {codes[j][0], codes[j][1]};
+          tile.block_scales[row * (width / kBlock) + block_of(j)] = block_scale[j];
+        } else {
+          *reinterpret_cast<uint4*>(at) = {codes[j][0], codes[j][1], codes[j][2], codes[j][3]};
+        }
+      }
+      if (kNvfp4 ? lane == 0 : lane % 2 == 0) tile.scales[kNvfp4 ? 0 : row] = scale;
+    };
+    write(to);
+    write(staged);
+    __syncwarp();
+  }
+
+ private:
+  // A code's bits make a bf16 of 2^-126 (e2m1) or 2^-120 (e4m3) times its value, subnormal codes
+  // included; products with these bring it back.
+  static constexpr float kE4M3Factor = 0x1p120f;
+  static constexpr float kBlockFactor = 0x1p100f;  // times a block scale, within bf16's range
+  static constexpr float kNvfp4Rest = 0x1p26f;
+
+  static __device__ __forceinline__ std::uint32_t pair_of(float x) {
+    const __nv_bfloat162 pair = __float2bfloat162_rn(x);
+    return *reinterpret_cast<const std::uint32_t*>(&pair);
+  }
+  static __device__ __forceinline__ std::uint32_t multiply_pair(std::uint32_t x, std::uint32_t y) {
+    const __nv_bfloat162 product = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&x),
+                                           *reinterpret_cast<const __nv_bfloat162*>(&y));
+    return *reinterpret_cast<const std::uint32_t*>(&product);
+  }
+  static __device__ __forceinline__ std::uint32_t subtract_pair(std::uint32_t x, std::uint32_t y) {
+    const __nv_bfloat162 rest = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&x),
+                                        *reinterpret_cast<const __nv_bfloat162*>(&y));
+    return *reinterpret_cast<const std::uint32_t*>(&rest);
+  }
+
+  /// The lane's 16 codes of a row as pairs of bf16. Codes that are half a word apart make a pair,
+  /// because the same shifts then serve both; pair_like_codes orders columns alike.
+  static __device__ __forceinline__ void decode(const CopyTile& tile, int width, int row,
+                                                int column, std::uint32_t (&pairs)[kPairs]) {
+    if (column >= width) {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) pairs[i] = 0;
+      return;
+    }
+    if constexpr (kNvfp4) {
+      const uint2 codes = *reinterpret_cast<const uint2*>(tile.codes + (row * width + column) / 2);
+      const std::uint32_t block = tile.block_scales[row * (width / kBlock) + column / kBlock];
+      // The scale's bits likewise make an fp32 of 2^-120 times its value.
+      const std::uint32_t unit =
+          pair_of(__uint_as_float(block << 20) * 0x1p110f * (kBlockFactor * 0x1p10f));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const std::uint32_t w = half == 0 ? codes.x : codes.y;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const std::uint32_t sign = i == 3 ? w : w << (12 - 4 * i);
+          const std::uint32_t rest = i < 2 ? w << (6 - 4 * i) : w >> (4 * i - 6);
+          pairs[4 * half + i] =
+              multiply_pair((sign & 0x80008000u) | (rest & 0x01c001c0u), unit);
+        }
+      }
+    } else {
+      const uint4 codes = *reinterpret_cast<const uint4*>(tile.codes + row * width + column);
+      const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          const std::uint32_t w = words[j];
+          if constexpr (kFormat == ReadCopyFormat::kFp8E4M3) {
+            const std::uint32_t sign = odd ? w : w << 8;
+            const std::uint32_t rest = odd ? w >> 4 : w << 4;
+            pairs[2 * j + odd] = multiply_pair((sign & 0x80008000u) | (rest & 0x07f007f0u),
+                                               pair_of(kE4M3Factor));
+          } else {
+            // 128 + the low seven bits, less 128 or (negative) 256.
+            const std::uint32_t x = odd ? w >> 8 : w;
+            pairs[2 * j + odd] = subtract_pair((x & 0x007f007fu) | 0x43004300u,
+                                               (x & 0x00800080u) | 0x43004300u);
+          }
+        }
+      }
+    }
+  }
+
+  /// Pairs of neighbours to pairs as decode makes them: of columns 4 apart within 8 (nvfp4), or 2
+  /// apart within 4.
+  static __device__ __forceinline__ void pair_like_codes(const std::uint32_t (&words)[kPairs],
+                                                         std::uint32_t (&pairs)[kPairs]) {
+    constexpr int kApart = kNvfp4 ? 4 : 2;
+#pragma unroll
+    for (int p = 0; p < kPairs; ++p) {
+      const int first = p / kApart * 2 * kApart + p % kApart;  // column
+      pairs[p] = __byte_perm(words[first / 2], words[(first + kApart) / 2],
+                             first % 2 == 0 ? 0x5410 : 0x7632);
+    }
+  }
+};
+
+}  // namespace replayssm::cuda

@@ -1,0 +1,8 @@
+#include "ops/delta_rule/cuda/kernel.cuh"
+
+namespace replayssm::cuda {
+
+template DeltaRuleKernelFunction delta_rule_copy_step_function<BF16, true>(ReadCopyFormat format,
+                                                                     DeltaRuleVariant variant);
+
+}  // namespace replayssm::cuda
