@@ -41,6 +41,12 @@ class DeltaRuleFamily {
     fill_uniform<<<8, 256, 0, stream>>>(a_log_, 4096, -1.0f, 0.5f);
   }
   static std::int64_t state_elements(const Geometry& g) { return g.shape.state_elements(); }
+  static std::int64_t state_heads(const Geometry& g) { return g.shape.value_heads; }
+  static ReadCopyShape copy_shape(const Case& c) {
+    const DeltaRuleShape& s = c.geometry.shape;
+    return read_copy_shape(GatedDeltaNetShape{s.key_heads, s.value_heads, s.key_dim, s.value_dim},
+                           c.read_copy);
+  }
   static std::int64_t outputs(const Geometry& g) { return g.shape.value_heads * g.shape.value_dim; }
   static std::int64_t keys(const Geometry& g) { return g.shape.key_heads * g.shape.key_dim; }
   static std::int64_t gates(const Geometry& g) { return g.shape.value_heads * g.shape.decays(); }
@@ -134,6 +140,11 @@ Cases<DeltaRuleFamily<kChannelDecay>> cases() {
   const auto bf16 = [](const Geometry& g, std::int64_t batch, int tokens = 1) {
     return Case{.geometry = g, .batch = batch, .checkpoint = DType::kBF16, .tokens = tokens};
   };
+  const auto copied = [&](const Geometry& g, ReadCopyFormat format) {
+    Case c = f32(g, 256);
+    c.read_copy = format;
+    return c;
+  };
   Cases<DeltaRuleFamily<kChannelDecay>> out;
   if constexpr (kChannelDecay) {
     const Geometry& kimi = kKda[1];
@@ -142,6 +153,9 @@ Cases<DeltaRuleFamily<kChannelDecay>> cases() {
                    f32(kKda[0], 256), f32(kKda[3], 64),  f32(kKda[2], 64), bf16(kimi, 256, 4)};
     out.targets.push_back(f32(kimi, 256));
     out.targets.back().window = 8;
+    for (const ReadCopyFormat format : {ReadCopyFormat::kNvfp4, ReadCopyFormat::kFp8E4M3}) {
+      out.targets.push_back(copied(kimi, format));
+    }
   } else {
     const Geometry& g32 = kGdn[1];
     const Geometry& g64 = kGdn[3];
@@ -149,6 +163,9 @@ Cases<DeltaRuleFamily<kChannelDecay>> cases() {
                    f32(g32, 256),    f32(g32, 64),     f32(g32, 8),           f32(g32, 1),
                    f32(g32, 256, 4), f32(g64, 8),      f32(g64, 1),           f32(g32, 8, 4),
                    f32(g32, 1, 4),   f32(g64, 256, 8), f32(g64, 256, 4, true)};
+    for (const ReadCopyFormat format : {ReadCopyFormat::kNvfp4, ReadCopyFormat::kFp8E4M3}) {
+      out.targets.push_back(copied(g64, format));
+    }
   }
   const auto add = [&](const Geometry& g) {
     for (const DType checkpoint : {DType::kF32, DType::kBF16}) {

@@ -36,6 +36,10 @@ class Mamba2Family {
     fill_uniform<<<8, 256, 0, stream>>>(d_, 4096, 0.5f, 1.0f);
   }
   static std::int64_t state_elements(const Geometry& g) { return g.shape().state_elements(); }
+  static std::int64_t state_heads(const Geometry& g) { return g.heads; }
+  static ReadCopyShape copy_shape(const Case& c) {
+    return read_copy_shape(c.geometry.shape(), c.read_copy);
+  }
   static std::int64_t outputs(const Geometry& g) { return g.x(); }
   static std::int64_t operand_bytes(const Case& c) {
     const Geometry& g = c.geometry;
@@ -125,12 +129,33 @@ Cases<Mamba2Family> cases() {
   const auto bf16 = [&](const Geometry& g, std::int64_t batch, int tokens = 1) {
     return Case{.geometry = g, .batch = batch, .checkpoint = DType::kBF16, .tokens = tokens};
   };
+  const auto copied = [&](const Geometry& g, std::int64_t batch, ReadCopyFormat format,
+                          int tokens = 1) {
+    Case c = f32(g, batch, tokens);
+    c.read_copy = format;
+    return c;
+  };
   Cases<Mamba2Family> out;
-  out.targets = {
-      f32(super, 256),   bf16(super, 256),    f32(super, 256, 4),  f32(super, 256, 4, true),
-      f32(nano30, 256),  f32(nano30, 64),     f32(nano30, 8),      f32(nano30, 1),
-      f32(super, 8),     f32(super, 1),       f32(nano30, 64, 4),  f32(nano30, 8, 4),
-      f32(nano30, 1, 4), bf16(super, 256, 4), bf16(nano30, 256, 8)};
+  out.targets = {copied(super, 256, ReadCopyFormat::kNvfp4),
+                 copied(super, 256, ReadCopyFormat::kFp8E4M3),
+                 copied(super, 256, ReadCopyFormat::kInt8),
+                 copied(super, 256, ReadCopyFormat::kNvfp4, 4),
+
+                 f32(super, 256),
+                 bf16(super, 256),
+                 f32(super, 256, 4),
+                 f32(super, 256, 4, true),
+                 f32(nano30, 256),
+                 f32(nano30, 64),
+                 f32(nano30, 8),
+                 f32(nano30, 1),
+                 f32(super, 8),
+                 f32(super, 1),
+                 f32(nano30, 64, 4),
+                 f32(nano30, 8, 4),
+                 f32(nano30, 1, 4),
+                 bf16(super, 256, 4),
+                 bf16(nano30, 256, 8)};
   for (const Geometry& g : kGeometries) {
     for (const DType checkpoint : {DType::kF32, DType::kBF16}) {
       for (const std::int64_t batch : {1, 8, 64, 256, 512}) {

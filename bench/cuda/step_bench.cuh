@@ -28,6 +28,7 @@
 #include "cuda/query.h"
 #include "replayssm/state_pool.h"
 #include "state/cuda/step.h"
+#include "state/read_copy.h"
 
 namespace replayssm::cuda {
 
@@ -203,6 +204,7 @@ struct BenchCase {
   std::int64_t batch = 1;
   DType checkpoint = DType::kF32;
   DType activation = DType::kBF16;
+  ReadCopyFormat read_copy = ReadCopyFormat::kNone;
   Mode mode = Mode::kReplay;
   int window = 16;
   int tokens = 1;           // T: every row carries T
@@ -221,7 +223,9 @@ std::string label(const BenchCase<Geometry>& c) {
     if (c.tokens > 1 && c.accept_all) mode += " all accepted";
     if (c.window != 16) mode += " L=" + std::to_string(c.window);
   }
-  return std::string(c.geometry.name) + " " + to_string(c.checkpoint) + "/" +
+  const std::string copy =
+      c.read_copy == ReadCopyFormat::kNone ? "" : std::string("+") + to_string(c.read_copy);
+  return std::string(c.geometry.name) + " " + to_string(c.checkpoint) + copy + "/" +
          to_string(c.activation) + " " + mode + " batch " + std::to_string(c.batch);
 }
 
@@ -296,6 +300,7 @@ class Runner {
     p.limits = c.limits();
     p.checkpoint = c.checkpoint;
     p.activation = c.activation;
+    p.copy = take_copy(c, slots);
     p.row_count = c.batch;
     p.token_count = tokens;
 
@@ -341,6 +346,25 @@ class Runner {
   bool failed = false;
 
  private:
+  ReadCopyParams take_copy(const Case& c, std::int64_t slots) {
+    ReadCopyParams copy;
+    copy.format = c.read_copy;
+    if (c.read_copy == ReadCopyFormat::kNone) return copy;
+    // A page of codes, block scales and scales per slot; the scales are numbers of any size.
+    const ReadCopyShape shape = Family::copy_shape(c);
+    const std::int64_t heads = Family::state_heads(c.geometry);
+    const auto rounded = [](std::int64_t bytes) { return (bytes + 63) / 64 * 64; };
+    const std::int64_t codes = rounded(heads * shape.rows * shape.code_row_bytes());
+    const std::int64_t blocks = rounded(heads * shape.rows * shape.row_blocks());
+    const std::int64_t scales = rounded(heads * shape.head_scales() * 4);
+    copy.slot_stride = codes + blocks + scales;
+    auto* page = arenas.numbers.template take<std::uint8_t>(sized(slots * copy.slot_stride));
+    copy.codes = page;
+    copy.block_scales = page + codes;
+    copy.scales = reinterpret_cast<float*>(page + codes + blocks);
+    return copy;
+  }
+
   /// A step plans its rows once for all its layers; that is not timed. One long run's phases are
   /// dealt out to the slots in random order.
   std::vector<PlannedRow*> plan(const Case& c, std::int64_t slots, std::int64_t copies,
@@ -353,9 +377,11 @@ class Runner {
     for (std::int64_t i = -64; i < slots; ++i) {
       if (i >= 0) {
         cursors[sized(i)] = cursor;
-        const StateTraffic traffic = Family::traffic(c, cursor);
+        StateTraffic traffic = Family::traffic(c, cursor);
+        add_read_copy(c, cursor, traffic);
         bytes += traffic.checkpoint_read + traffic.checkpoint_written + traffic.ring_read +
-                 traffic.ring_written + c.tokens * Family::operand_bytes(c);
+                 traffic.ring_written + traffic.read_copy_read + traffic.read_copy_written +
+                 c.tokens * Family::operand_bytes(c);
         flushes += row_flushes(c.kind(), cursor, limits);
       }
       const std::int64_t accepted =
@@ -401,6 +427,21 @@ class Runner {
                              stream_));
     }
     return planned;
+  }
+
+  /// A replay reads the copy instead of the checkpoint; what writes the one writes the other.
+  static void add_read_copy(const Case& c, const Cursor& cursor, StateTraffic& traffic) {
+    if (c.read_copy == ReadCopyFormat::kNone) return;
+    const ReadCopyShape shape = Family::copy_shape(c);
+    const std::int64_t bytes =
+        Family::state_heads(c.geometry) *
+        (shape.rows * (shape.code_row_bytes() + shape.row_blocks()) + 4 * shape.head_scales());
+    if (c.mode == Mode::kPlain || row_flushes(c.kind(), cursor, c.limits())) {
+      traffic.read_copy_written = bytes;
+    } else {
+      traffic.read_copy_read = bytes;
+      traffic.checkpoint_read = 0;
+    }
   }
 
   void check(const Case& c, const std::vector<void*>& outputs, std::int64_t elements) {
@@ -451,6 +492,7 @@ class Table {
           std::make_tuple(std::string(c.geometry.name), c.batch, c.checkpoint, c.activation);
       if (plain_us_.count(key) == 0) {
         Case plain_case = c;
+        plain_case.read_copy = ReadCopyFormat::kNone;
         plain_case.mode = Mode::kPlain;
         plain_case.tokens = 1;
         plain_us_[key] = runner_.run(plain_case, {}, repeats_).us;

@@ -140,8 +140,8 @@ class ReadCopyTiles {
     }
   }
 
-  /// Encodes the staged state (16 rows of `width` elements, contiguous) as the codec says, to memory
-  /// and over the state in its stage. kWidth: columns the code allows for.
+  /// Encodes the staged state (16 rows of `width` elements, contiguous) as the codec says, to
+  /// memory and over the state in its stage. kWidth: columns the code allows for.
   template <int kWidth, typename State>
   static __device__ __forceinline__ void encode(const State* state, int width, const CopyTile& to,
                                                 const CopyTile& staged, int lane) {
@@ -169,7 +169,7 @@ class ReadCopyTiles {
     for (int mask = 1; mask < (kNvfp4 ? kWarpLanes : 2); mask *= 2) {
       all = max(all, __shfl_xor_sync(kAllLanes, all, mask));
     }
-    const float scale = kNvfp4                                   ? rc::nvfp4_scale(all)
+    const float scale = kNvfp4                                ? rc::nvfp4_scale(all)
                         : kFormat == ReadCopyFormat::kFp8E4M3 ? rc::fp8_scale(all)
                                                               : rc::int8_scale(all);
     std::uint32_t codes[kMine][kWords];
@@ -261,8 +261,7 @@ class ReadCopyTiles {
         for (int i = 0; i < 4; ++i) {
           const std::uint32_t sign = i == 3 ? w : w << (12 - 4 * i);
           const std::uint32_t rest = i < 2 ? w << (6 - 4 * i) : w >> (4 * i - 6);
-          pairs[4 * half + i] =
-              multiply_pair((sign & 0x80008000u) | (rest & 0x01c001c0u), unit);
+          pairs[4 * half + i] = multiply_pair((sign & 0x80008000u) | (rest & 0x01c001c0u), unit);
         }
       }
     } else {
@@ -276,13 +275,13 @@ class ReadCopyTiles {
           if constexpr (kFormat == ReadCopyFormat::kFp8E4M3) {
             const std::uint32_t sign = odd ? w : w << 8;
             const std::uint32_t rest = odd ? w >> 4 : w << 4;
-            pairs[2 * j + odd] = multiply_pair((sign & 0x80008000u) | (rest & 0x07f007f0u),
-                                               pair_of(kE4M3Factor));
+            pairs[2 * j + odd] =
+                multiply_pair((sign & 0x80008000u) | (rest & 0x07f007f0u), pair_of(kE4M3Factor));
           } else {
             // 128 + the low seven bits, less 128 or (negative) 256.
             const std::uint32_t x = odd ? w >> 8 : w;
-            pairs[2 * j + odd] = subtract_pair((x & 0x007f007fu) | 0x43004300u,
-                                               (x & 0x00800080u) | 0x43004300u);
+            pairs[2 * j + odd] =
+                subtract_pair((x & 0x007f007fu) | 0x43004300u, (x & 0x00800080u) | 0x43004300u);
           }
         }
       }

@@ -15,12 +15,10 @@
 
 namespace replayssm::testing {
 
-/// The stored copy of a slot, decoded, in the order of the family's reference: (heads, rows, width)
+/// A copy of `heads` heads, decoded, in the order of the family's reference: (heads, rows, width)
 /// of Mamba-2, (heads, width, rows) of the delta rule.
-inline std::vector<double> read_copy_values(StatePool& pool, int layer, std::int32_t slot) {
-  const ReadCopy copy = pool.impl().read_copy(layer, slot);
+inline std::vector<double> read_copy_values(const ReadCopy& copy, std::int64_t heads) {
   const ReadCopyShape& s = copy.shape;
-  const std::int64_t heads = pool.impl().layout(layer).field("checkpoint").outer;
   const bool by_rows = s.checkpoint_tile == 0;
   std::vector<float> values(static_cast<std::size_t>(heads * s.rows * s.width));
   for (std::int64_t head = 0; head < heads; ++head) {
@@ -31,6 +29,12 @@ inline std::vector<double> read_copy_values(StatePool& pool, int layer, std::int
     }
   }
   return {values.begin(), values.end()};
+}
+
+/// The stored copy of a slot.
+inline std::vector<double> read_copy_values(StatePool& pool, int layer, std::int32_t slot) {
+  return read_copy_values(pool.impl().read_copy(layer, slot),
+                          pool.impl().layout(layer).field("checkpoint").outer);
 }
 
 /// Every layer's copy is what its stored checkpoint encodes to.

@@ -51,7 +51,8 @@ class DeltaRuleStepKernel
   using Row::p, Row::part_count, Row::first_position, Row::present, Row::raw_gate, Row::read_row,
       Row::ring_beta;
   using Row::ring_delta, Row::ring_k, Row::ring_k_scale, Row::ring_decay, Row::ring_v;
-  using Row::slot, Row::state, Row::thread, Row::token_count, Row::token_k, Row::token_q, Row::token_v;
+  using Row::slot, Row::state, Row::thread, Row::token_count, Row::token_k, Row::token_q,
+      Row::token_v;
   using Row::value_offset, Row::warp, Row::zero, Row::zero_outputs;
   using typename Row::Position;
 

@@ -33,7 +33,7 @@ struct DeltaRuleCudaParams {
   float* ring_decay = nullptr;    // (slots, value_heads, places, 1 or key_dim)
   float* ring_beta = nullptr;     // (slots, value_heads, places)
   void* ring_delta = nullptr;     // (slots, value_heads, places, value_dim) activation
-  ReadCopyParams copy;              // of rows of K, 16 rows of V to a tile
+  ReadCopyParams copy;            // of rows of K, 16 rows of V to a tile
   std::int64_t state_slot_stride = 0, state_head_stride = 0;
   std::int64_t ring_k_slot_stride = 0, ring_k_head_stride = 0;  // places: key_dim apart
   std::int64_t ring_k_scale_slot_stride = 0, ring_k_scale_head_stride = 0;

@@ -2,7 +2,7 @@
 
 namespace replayssm::cuda {
 
-template DeltaRuleKernelFunction delta_rule_copy_step_function<float, false>(ReadCopyFormat format,
-                                                                     DeltaRuleVariant variant);
+template DeltaRuleKernelFunction delta_rule_copy_step_function<float, false>(
+    ReadCopyFormat format, DeltaRuleVariant variant);
 
 }  // namespace replayssm::cuda

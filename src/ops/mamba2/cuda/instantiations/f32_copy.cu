@@ -2,7 +2,8 @@
 
 namespace replayssm::cuda {
 
-template Mamba2KernelFunction mamba2_copy_step_function<float>(ReadCopyFormat format, int state_size,
-                                                           Mamba2Variant variant);
+template Mamba2KernelFunction mamba2_copy_step_function<float>(ReadCopyFormat format,
+                                                               int state_size,
+                                                               Mamba2Variant variant);
 
 }  // namespace replayssm::cuda
