@@ -4,11 +4,11 @@
  * at each function. Here:
  *
  *  - Every call that can fail returns an rssm_status; its message, one line, is kept per thread
- * until that thread's next failing call (rssm_last_error). Nothing is printed and nothing is
- * thrown.
+ *    until that thread's next failing call (rssm_last_error). Nothing is printed or thrown.
  *  - Handles are opaque and belong to the caller, who destroys them. Destroying NULL does nothing.
- *  - Structs that may grow begin with struct_size. rssm_..._init fills in sizeof and defaults;
- *    a size this library does not know is refused.
+ *  - Structs that may grow begin with struct_size. Their rssm_..._init takes the caller's sizeof
+ *    and fills in defaults. A size this library does not know, that of another version's header,
+ *    is refused: by init, which then writes nothing, and by every call. Other structs do not grow.
  *  - A context says where a call runs. NULL is the CPU, on the calling thread. Calls on a CUDA pool
  *    take an RSSM_DEVICE_CUDA context with a stream.
  *  - Calls on one pool, its steps and one thread pool must not overlap; different pools are
@@ -86,7 +86,7 @@ typedef struct rssm_context {
 } rssm_context;
 
 /* The CPU, on the calling thread. */
-RSSM_API void rssm_context_init(rssm_context* context);
+RSSM_API rssm_status rssm_context_init(rssm_context* context, size_t size);
 
 /* ---- Tensors ---- */
 
@@ -115,15 +115,57 @@ typedef enum rssm_read_copy {
   RSSM_READ_COPY_NVFP4 = 3
 } rssm_read_copy;
 
-typedef struct rssm_layer {
-  int64_t heads; /* Mamba-2 */
+/* FlushMode in state_pool.h */
+typedef enum rssm_flush {
+  RSSM_FLUSH_OF_POOL = -1, /* of a layer: what the pool's options say */
+  RSSM_FLUSH_EXACT = 0,
+  RSSM_FLUSH_FAST = 1
+} rssm_flush;
+
+/* 0 is no family: a layer has to say which it is. */
+typedef enum rssm_family {
+  RSSM_FAMILY_MAMBA2 = 1,
+  RSSM_FAMILY_GATED_DELTA_NET = 2,
+  RSSM_FAMILY_KIMI_DELTA_ATTENTION = 3
+} rssm_family;
+
+typedef struct rssm_mamba2_shape {
+  int64_t heads;
   int64_t head_dim;
   int64_t state_size;
   int64_t groups;
+} rssm_mamba2_shape;
+
+typedef struct rssm_gated_delta_net_shape {
+  int64_t key_heads;
+  int64_t value_heads;
+  int64_t key_dim;
+  int64_t value_dim;
+} rssm_gated_delta_net_shape;
+
+typedef struct rssm_kimi_delta_attention_shape {
+  int64_t heads;
+  int64_t key_dim;
+  int64_t value_dim;
+} rssm_kimi_delta_attention_shape;
+
+typedef struct rssm_layer {
+  uint32_t struct_size;
+  int32_t family; /* rssm_family: the member of `shape` that counts */
+  union {
+    rssm_mamba2_shape mamba2;
+    rssm_gated_delta_net_shape gated_delta_net;
+    rssm_kimi_delta_attention_shape kimi_delta_attention;
+    int64_t reserved[8]; /* room for families to come */
+  } shape;
   int64_t conv_channels; /* 0 with conv_width 0: no convolution */
   int32_t conv_width;
   int32_t read_copy; /* rssm_read_copy */
+  int32_t flush;     /* rssm_flush */
 } rssm_layer;
+
+/* No family, no convolution, no read copy, the pool's flush mode. */
+RSSM_API rssm_status rssm_layer_init(rssm_layer* layer, size_t size);
 
 typedef struct rssm_pool_options {
   uint32_t struct_size;
@@ -131,6 +173,7 @@ typedef struct rssm_pool_options {
   int32_t draft_capacity; /* T */
   int32_t checkpoint;     /* rssm_dtype */
   int32_t activation;     /* rssm_dtype */
+  int32_t flush;          /* rssm_flush, of layers that do not say */
   int32_t rewindable;     /* a truth value, as is the next */
   int32_t poison;
   int32_t device_kind; /* rssm_device_kind */
@@ -159,7 +202,7 @@ typedef struct rssm_cursor {
   int32_t force_flush;
 } rssm_cursor;
 
-RSSM_API void rssm_pool_options_init(rssm_pool_options* options);
+RSSM_API rssm_status rssm_pool_options_init(rssm_pool_options* options, size_t size);
 RSSM_API rssm_status rssm_pool_bytes_per_slot(const rssm_pool_options* options,
                                               rssm_slot_bytes* bytes);
 RSSM_API rssm_status rssm_pool_slots_for_budget(const rssm_pool_options* options, uint64_t budget,
@@ -167,7 +210,7 @@ RSSM_API rssm_status rssm_pool_slots_for_budget(const rssm_pool_options* options
 RSSM_API rssm_status rssm_pool_create(const rssm_pool_options* options, rssm_pool** pool);
 RSSM_API void rssm_pool_destroy(rssm_pool* pool);
 
-/* a: `count` = heads values in host memory. */
+/* a: `count` = heads values in host memory. Layers of the other families need no such call. */
 RSSM_API rssm_status rssm_pool_set_mamba2_a(rssm_pool* pool, int32_t layer, const float* a,
                                             int64_t count);
 
@@ -247,7 +290,11 @@ typedef struct rssm_device_error {
 RSSM_API rssm_status rssm_pool_take_device_error(rssm_pool* pool, const rssm_context* context,
                                                  rssm_device_error* error);
 
-/* ---- Ops: ops/mamba2.h, ops/causal_conv1d.h ---- */
+/* ---- Ops: the headers in ops/ of the same names ----
+ *
+ * rssm_..._step runs an op of `layer` for all rows of `step`. rssm_..._explain writes which kernel
+ * runs for steps of `rows` rows, and why, to `buffer` (cut to capacity, always terminated);
+ * *needed, if not NULL, is the whole text's size with its end. */
 
 typedef struct rssm_mamba2_args {
   uint32_t struct_size;
@@ -264,14 +311,64 @@ typedef struct rssm_mamba2_args {
   rssm_tensor y;       /* (tokens, heads, head_dim), written */
 } rssm_mamba2_args;
 
-RSSM_API void rssm_mamba2_args_init(rssm_mamba2_args* args);
+RSSM_API rssm_status rssm_mamba2_args_init(rssm_mamba2_args* args, size_t size);
 RSSM_API rssm_status rssm_mamba2_step(rssm_pool* pool, const rssm_context* context, int32_t layer,
                                       rssm_step* step, const rssm_mamba2_args* args);
-/* Which kernel runs for steps of `rows` rows and why, as text in `buffer` (cut to capacity, always
- * terminated); *needed, if not NULL, is the whole text's size with its end. */
 RSSM_API rssm_status rssm_mamba2_explain(const rssm_pool* pool, const rssm_context* context,
                                          int32_t layer, int64_t rows, char* buffer,
                                          uint64_t capacity, uint64_t* needed);
+
+typedef struct rssm_gated_delta_net_args {
+  uint32_t struct_size;
+  int32_t beta_doubled; /* a truth value, as is the next */
+  int32_t normalize;
+  float norm_epsilon;
+  float scale;         /* of q; 0: key_dim^-1/2 */
+  rssm_tensor a_log;   /* (value_heads) f32 */
+  rssm_tensor dt_bias; /* (value_heads) f32, or absent */
+  rssm_tensor q;       /* (tokens, key_heads, key_dim) */
+  rssm_tensor k;       /* (tokens, key_heads, key_dim) */
+  rssm_tensor v;       /* (tokens, value_heads, value_dim) */
+  rssm_tensor a;       /* (tokens, value_heads) */
+  rssm_tensor b;       /* (tokens, value_heads) */
+  rssm_tensor o;       /* (tokens, value_heads, value_dim), written */
+} rssm_gated_delta_net_args;
+
+RSSM_API rssm_status rssm_gated_delta_net_args_init(rssm_gated_delta_net_args* args, size_t size);
+RSSM_API rssm_status rssm_gated_delta_net_step(rssm_pool* pool, const rssm_context* context,
+                                               int32_t layer, rssm_step* step,
+                                               const rssm_gated_delta_net_args* args);
+RSSM_API rssm_status rssm_gated_delta_net_explain(const rssm_pool* pool,
+                                                  const rssm_context* context, int32_t layer,
+                                                  int64_t rows, char* buffer, uint64_t capacity,
+                                                  uint64_t* needed);
+
+typedef struct rssm_kimi_delta_attention_args {
+  uint32_t struct_size;
+  int32_t beta_doubled; /* a truth value, as is the next */
+  int32_t normalize;
+  float norm_epsilon;
+  float scale;         /* of q; 0: key_dim^-1/2 */
+  float lower_bound;   /* below 0: the bounded gate; 0: the other one */
+  rssm_tensor a_log;   /* (heads) f32, or, with lower_bound, absent */
+  rssm_tensor dt_bias; /* (heads, key_dim) f32, or absent */
+  rssm_tensor q;       /* (tokens, heads, key_dim) */
+  rssm_tensor k;       /* (tokens, heads, key_dim) */
+  rssm_tensor v;       /* (tokens, heads, value_dim) */
+  rssm_tensor a;       /* (tokens, heads, key_dim) */
+  rssm_tensor b;       /* (tokens, heads) */
+  rssm_tensor o;       /* (tokens, heads, value_dim), written */
+} rssm_kimi_delta_attention_args;
+
+RSSM_API rssm_status rssm_kimi_delta_attention_args_init(rssm_kimi_delta_attention_args* args,
+                                                         size_t size);
+RSSM_API rssm_status rssm_kimi_delta_attention_step(rssm_pool* pool, const rssm_context* context,
+                                                    int32_t layer, rssm_step* step,
+                                                    const rssm_kimi_delta_attention_args* args);
+RSSM_API rssm_status rssm_kimi_delta_attention_explain(const rssm_pool* pool,
+                                                       const rssm_context* context, int32_t layer,
+                                                       int64_t rows, char* buffer,
+                                                       uint64_t capacity, uint64_t* needed);
 
 typedef struct rssm_causal_conv1d_args {
   uint32_t struct_size;
@@ -282,7 +379,7 @@ typedef struct rssm_causal_conv1d_args {
   rssm_tensor out;    /* (tokens, channels), written */
 } rssm_causal_conv1d_args;
 
-RSSM_API void rssm_causal_conv1d_args_init(rssm_causal_conv1d_args* args);
+RSSM_API rssm_status rssm_causal_conv1d_args_init(rssm_causal_conv1d_args* args, size_t size);
 RSSM_API rssm_status rssm_causal_conv1d_step(rssm_pool* pool, const rssm_context* context,
                                              int32_t layer, rssm_step* step,
                                              const rssm_causal_conv1d_args* args);

@@ -1,45 +1,21 @@
-// The C interface over the C++ one: conversions, and the guard that lets nothing be thrown across.
-#include <algorithm>
+// The C interface over the C++ one: messages, devices, contexts, pools, steps. ops.cc has the ops.
 #include <cstddef>
 #include <cstring>
-#include <exception>
-#include <limits>
 #include <memory>
-#include <new>
 #include <optional>
 #include <span>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
-#include "replayssm/cpu.h"
-#include "replayssm/cuda.h"
-#include "replayssm/device.h"
-#include "replayssm/ops/causal_conv1d.h"
-#include "replayssm/ops/mamba2.h"
+#include "c_api/boundary.h"
 #include "replayssm/read_copy.h"
-#include "replayssm/replayssm.h"
-#include "replayssm/state_pool.h"
-
-struct rssm_threads {
-  replayssm::ThreadPool pool;
-};
-struct rssm_pool {
-  replayssm::StatePool pool;
-};
-struct rssm_step {
-  std::optional<replayssm::Step> step;  // always there once the handle is the caller's
-  std::int64_t row_count;
-};
-struct rssm_image {
-  std::vector<std::byte> bytes;
-};
 
 namespace {
 
 // Every second word below is a name of the C++ interface.
-using namespace replayssm;  // NOLINT(google-build-using-namespace)
+using namespace replayssm;         // NOLINT(google-build-using-namespace)
+using namespace replayssm::c_api;  // NOLINT(google-build-using-namespace)
 
 static_assert(static_cast<int>(StatusCode::kOk) == RSSM_OK);
 static_assert(static_cast<int>(StatusCode::kInvalidArgument) == RSSM_INVALID_ARGUMENT);
@@ -56,9 +32,11 @@ static_assert(static_cast<int>(ReadCopyFormat::kNone) == RSSM_READ_COPY_NONE);
 static_assert(static_cast<int>(ReadCopyFormat::kFp8E4M3) == RSSM_READ_COPY_FP8_E4M3);
 static_assert(static_cast<int>(ReadCopyFormat::kInt8) == RSSM_READ_COPY_INT8);
 static_assert(static_cast<int>(ReadCopyFormat::kNvfp4) == RSSM_READ_COPY_NVFP4);
+static_assert(static_cast<int>(FlushMode::kExact) == RSSM_FLUSH_EXACT);
+static_assert(static_cast<int>(FlushMode::kFast) == RSSM_FLUSH_FAST);
 static_assert(static_cast<int>(RowKind::kCommitted) == RSSM_ROW_COMMITTED);
 static_assert(static_cast<int>(RowKind::kTentative) == RSSM_ROW_TENTATIVE);
-static_assert(TensorView::kMaxRank == RSSM_MAX_RANK);
+static_assert(sizeof(rssm_layer::shape) == sizeof(rssm_layer::shape.reserved));
 // Rows in device memory are read as they are.
 static_assert(sizeof(rssm_row) == sizeof(DeviceRow));
 static_assert(offsetof(rssm_row, token_begin) == offsetof(DeviceRow, token_begin));
@@ -70,85 +48,49 @@ static_assert(static_cast<int>(DeviceError::kCondition) == RSSM_DEVICE_BAD_CONDI
 /// A thread's last message. Text too long for it is cut: keeping it must not be able to fail.
 thread_local char last_error[1024] = "";
 
-rssm_status report(StatusCode code, const char* message) noexcept {
-  if (code == StatusCode::kOk) return RSSM_OK;
-  std::strncpy(last_error, message, sizeof last_error - 1);
-  last_error[sizeof last_error - 1] = '\0';
-  return static_cast<rssm_status>(code);
-}
-
-/// Runs body, a function that returns a Status, and turns whatever happens into a status of ours.
-template <typename Body>
-rssm_status guarded(Body body) noexcept {
-  try {
-    const Status status = body();
-    return report(status.code(), status.message().c_str());
-  } catch (const std::bad_alloc&) {
-    return report(StatusCode::kResourceExhausted, "out of host memory");
-  } catch (const std::exception& error) {
-    return report(StatusCode::kInternal, error.what());
-  } catch (...) {
-    return report(StatusCode::kInternal, "unknown exception");
+Result<RecurrenceShape> recurrence(std::int64_t index, const rssm_layer& layer) {
+  switch (layer.family) {
+    case RSSM_FAMILY_MAMBA2: {
+      const rssm_mamba2_shape& s = layer.shape.mamba2;
+      return RecurrenceShape(Mamba2Shape{.heads = s.heads,
+                                         .head_dim = s.head_dim,
+                                         .state_size = s.state_size,
+                                         .groups = s.groups});
+    }
+    case RSSM_FAMILY_GATED_DELTA_NET: {
+      const rssm_gated_delta_net_shape& s = layer.shape.gated_delta_net;
+      return RecurrenceShape(GatedDeltaNetShape{.key_heads = s.key_heads,
+                                                .value_heads = s.value_heads,
+                                                .key_dim = s.key_dim,
+                                                .value_dim = s.value_dim});
+    }
+    case RSSM_FAMILY_KIMI_DELTA_ATTENTION: {
+      const rssm_kimi_delta_attention_shape& s = layer.shape.kimi_delta_attention;
+      return RecurrenceShape(KimiDeltaAttentionShape{
+          .heads = s.heads, .key_dim = s.key_dim, .value_dim = s.value_dim});
+    }
+    default:
+      return invalid_argument("layer ", index, ": family is ", layer.family,
+                              ", expected 1 (mamba2), 2 (gated_delta_net) or ",
+                              "3 (kimi_delta_attention)");
   }
 }
 
-template <typename T>
-Status check_not_null(const char* what, const T* pointer) {
-  if (pointer != nullptr) return {};
-  return invalid_argument(what, " is NULL");
-}
-
-template <typename T>
-Status check_struct(const char* what, const T* pointer) {
-  RSSM_RETURN_IF_ERROR(check_not_null(what, pointer));
-  if (pointer->struct_size == sizeof(T)) return {};
-  return invalid_argument(what, " has struct_size ", pointer->struct_size, ", this library knows ",
-                          sizeof(T), " (use the struct's init function)");
-}
-
-Result<DeviceKind> device_kind(std::int32_t kind) {
-  if (kind == RSSM_DEVICE_CPU) return DeviceKind::kCpu;
-  if (kind == RSSM_DEVICE_CUDA) return DeviceKind::kCuda;
-  return invalid_argument("device kind is ", kind, ", expected 0 (cpu) or 1 (cuda)");
-}
-
-Result<DType> dtype(const char* what, std::int32_t value) {
-  if (value >= RSSM_F32 && value <= RSSM_F16) return static_cast<DType>(value);
-  return invalid_argument(what, " has element type ", value, ", expected 0 (f32), 1 (bf16) or ",
-                          "2 (f16)");
-}
-
-/// Calls `body` with the CpuContext or the CudaContext that `context` describes.
-template <typename Body>
-Status with_context(const rssm_context* context, Body body) {
-  if (context != nullptr) RSSM_RETURN_IF_ERROR(check_struct("context", context));
-  DeviceKind kind = DeviceKind::kCpu;
-  if (context != nullptr) {
-    RSSM_ASSIGN_OR_RETURN(kind, device_kind(context->device_kind));
+Result<LayerSpec> layer_spec(std::int64_t index, const rssm_layer& layer) {
+  RSSM_RETURN_IF_ERROR(check_struct(("layer " + std::to_string(index)).c_str(), &layer));
+  LayerSpec out;
+  RSSM_ASSIGN_OR_RETURN(out.recurrence, recurrence(index, layer));
+  out.conv = {.channels = layer.conv_channels, .width = layer.conv_width};
+  if (layer.read_copy < RSSM_READ_COPY_NONE || layer.read_copy > RSSM_READ_COPY_NVFP4) {
+    return invalid_argument("layer ", index, ": read_copy is ", layer.read_copy,
+                            ", expected 0 (none), 1 (fp8-e4m3), 2 (int8) or 3 (nvfp4)");
   }
-  if (kind == DeviceKind::kCuda) {
-    return body(CudaContext(context->device_index, context->stream));
+  out.read_copy = static_cast<ReadCopyFormat>(layer.read_copy);
+  if (layer.flush < RSSM_FLUSH_OF_POOL || layer.flush > RSSM_FLUSH_FAST) {
+    return invalid_argument("layer ", index, ": flush is ", layer.flush,
+                            ", expected -1 (of the pool), 0 (exact) or 1 (fast)");
   }
-  RSSM_ASSIGN_OR_RETURN(const CpuIsa isa, select_isa());
-  ThreadPool* threads =
-      context == nullptr || context->threads == nullptr ? nullptr : &context->threads->pool;
-  return body(CpuContext{.threads = threads, .isa = isa});
-}
-
-template <typename Context>
-constexpr bool kIsCuda = std::is_same_v<Context, CudaContext>;
-
-Result<TensorView> view(const char* what, const rssm_tensor& t) {
-  TensorView out;
-  if (t.data == nullptr && t.rank == 0) return out;
-  if (t.rank < 0 || t.rank > RSSM_MAX_RANK) {
-    return invalid_argument(what, " has rank ", t.rank, ", expected 0..", RSSM_MAX_RANK);
-  }
-  RSSM_ASSIGN_OR_RETURN(out.dtype, dtype(what, t.dtype));
-  out.data = t.data;
-  out.rank = t.rank;
-  std::copy_n(t.shape, t.rank, out.shape.begin());
-  std::copy_n(t.strides, t.rank, out.strides.begin());
+  if (layer.flush != RSSM_FLUSH_OF_POOL) out.flush = static_cast<FlushMode>(layer.flush);
   return out;
 }
 
@@ -160,22 +102,17 @@ Result<StatePoolOptions> pool_options(const rssm_pool_options* o) {
   }
   StatePoolOptions out;
   for (std::int64_t i = 0; i < o->layer_count; ++i) {
-    const rssm_layer& l = o->layers[i];
-    if (l.read_copy < RSSM_READ_COPY_NONE || l.read_copy > RSSM_READ_COPY_NVFP4) {
-      return invalid_argument("layer ", i, ": read_copy is ", l.read_copy,
-                              ", expected 0 (none), 1 (fp8-e4m3), 2 (int8) or 3 (nvfp4)");
-    }
-    out.layers.push_back({.recurrence = Mamba2Shape{.heads = l.heads,
-                                                    .head_dim = l.head_dim,
-                                                    .state_size = l.state_size,
-                                                    .groups = l.groups},
-                          .conv = {.channels = l.conv_channels, .width = l.conv_width},
-                          .read_copy = static_cast<ReadCopyFormat>(l.read_copy)});
+    RSSM_ASSIGN_OR_RETURN(const LayerSpec layer, layer_spec(i, o->layers[i]));
+    out.layers.push_back(layer);
   }
   out.slots = o->slots;
   out.limits = {.window = o->window, .draft_capacity = o->draft_capacity};
-  RSSM_ASSIGN_OR_RETURN(out.checkpoint, dtype("checkpoint", o->checkpoint));
-  RSSM_ASSIGN_OR_RETURN(out.activation, dtype("activation", o->activation));
+  RSSM_ASSIGN_OR_RETURN(out.checkpoint, dtype(o->checkpoint, "checkpoint"));
+  RSSM_ASSIGN_OR_RETURN(out.activation, dtype(o->activation, "activation"));
+  if (o->flush != RSSM_FLUSH_EXACT && o->flush != RSSM_FLUSH_FAST) {
+    return invalid_argument("flush is ", o->flush, ", expected 0 (exact) or 1 (fast)");
+  }
+  out.flush = static_cast<FlushMode>(o->flush);
   out.rewindable = o->rewindable != 0;
   out.poison = o->poison != 0;
   RSSM_ASSIGN_OR_RETURN(out.device.kind, device_kind(o->device_kind));
@@ -190,6 +127,13 @@ Result<StatePoolOptions> pool_options(const rssm_pool_options* o) {
 }
 
 }  // namespace
+
+rssm_status replayssm::c_api::report(StatusCode code, const char* message) noexcept {
+  if (code == StatusCode::kOk) return RSSM_OK;
+  std::strncpy(last_error, message, sizeof last_error - 1);
+  last_error[sizeof last_error - 1] = '\0';
+  return static_cast<rssm_status>(code);
+}
 
 extern "C" {
 
@@ -232,22 +176,25 @@ rssm_status rssm_threads_create(int32_t count, rssm_threads** threads) {
 
 void rssm_threads_destroy(rssm_threads* threads) { delete threads; }
 
-void rssm_context_init(rssm_context* context) {
-  if (context == nullptr) return;
-  *context = {};
-  context->struct_size = sizeof *context;
+rssm_status rssm_context_init(rssm_context* context, size_t size) {
+  return init_struct("context", context, size, {});
 }
 
 // ---- Pools ----
 
-void rssm_pool_options_init(rssm_pool_options* options) {
-  if (options == nullptr) return;
-  const StatePoolOptions defaults;
-  *options = {};
-  options->struct_size = sizeof *options;
-  options->window = defaults.limits.window;
-  options->draft_capacity = defaults.limits.draft_capacity;
-  options->page_alignment = defaults.page_alignment;
+rssm_status rssm_layer_init(rssm_layer* layer, size_t size) {
+  rssm_layer defaults{};
+  defaults.flush = RSSM_FLUSH_OF_POOL;
+  return init_struct("layer", layer, size, defaults);
+}
+
+rssm_status rssm_pool_options_init(rssm_pool_options* options, size_t size) {
+  const StatePoolOptions from;
+  rssm_pool_options defaults{};
+  defaults.window = from.limits.window;
+  defaults.draft_capacity = from.limits.draft_capacity;
+  defaults.page_alignment = from.page_alignment;
+  return init_struct("options", options, size, defaults);
 }
 
 rssm_status rssm_pool_bytes_per_slot(const rssm_pool_options* options, rssm_slot_bytes* bytes) {
@@ -540,90 +487,6 @@ rssm_status rssm_pool_take_device_error(rssm_pool* pool, const rssm_context* con
       } else {
         return invalid_argument("device errors need a context of cuda, the call is for cpu");
       }
-    });
-  });
-}
-
-// ---- Ops ----
-
-void rssm_mamba2_args_init(rssm_mamba2_args* args) {
-  if (args == nullptr) return;
-  const Mamba2Params defaults;
-  *args = {};
-  args->struct_size = sizeof *args;
-  args->dt_softplus = defaults.dt_softplus ? 1 : 0;
-  args->dt_min = defaults.dt_min;
-  args->dt_max = defaults.dt_max;
-}
-
-rssm_status rssm_mamba2_step(rssm_pool* pool, const rssm_context* context, int32_t layer,
-                             rssm_step* step, const rssm_mamba2_args* args) {
-  return guarded([&]() -> Status {
-    RSSM_RETURN_IF_ERROR(check_not_null("pool", pool));
-    RSSM_RETURN_IF_ERROR(check_not_null("step", step));
-    RSSM_RETURN_IF_ERROR(check_struct("args", args));
-    Mamba2Params params;
-    RSSM_ASSIGN_OR_RETURN(params.d, view("mamba2 D", args->d));
-    RSSM_ASSIGN_OR_RETURN(params.dt_bias, view("mamba2 dt_bias", args->dt_bias));
-    params.dt_softplus = args->dt_softplus != 0;
-    params.dt_min = args->dt_min;
-    params.dt_max = args->dt_max;
-    Mamba2Operands operands;
-    RSSM_ASSIGN_OR_RETURN(operands.x, view("mamba2 x", args->x));
-    RSSM_ASSIGN_OR_RETURN(operands.b, view("mamba2 B", args->b));
-    RSSM_ASSIGN_OR_RETURN(operands.c, view("mamba2 C", args->c));
-    RSSM_ASSIGN_OR_RETURN(operands.dt, view("mamba2 dt", args->dt));
-    RSSM_ASSIGN_OR_RETURN(operands.z, view("mamba2 z", args->z));
-    RSSM_ASSIGN_OR_RETURN(operands.y, view("mamba2 y", args->y));
-    return with_context(context, [&](const auto& c) {
-      return mamba2_step(c, pool->pool, layer, *step->step, params, operands);
-    });
-  });
-}
-
-rssm_status rssm_mamba2_explain(const rssm_pool* pool, const rssm_context* context, int32_t layer,
-                                int64_t rows, char* buffer, uint64_t capacity, uint64_t* needed) {
-  return guarded([&]() -> Status {
-    RSSM_RETURN_IF_ERROR(check_not_null("pool", pool));
-    if (capacity > 0) RSSM_RETURN_IF_ERROR(check_not_null("buffer", buffer));
-    std::string text;
-    RSSM_RETURN_IF_ERROR(with_context(context, [&]<typename Context>(const Context& c) -> Status {
-      if constexpr (kIsCuda<Context>) {
-        RSSM_ASSIGN_OR_RETURN(text, mamba2_explain(c, pool->pool, layer, rows));
-      } else {
-        RSSM_ASSIGN_OR_RETURN(text, mamba2_explain(c, pool->pool, layer));
-      }
-      return {};
-    }));
-    if (needed != nullptr) *needed = text.size() + 1;
-    if (capacity > 0) {
-      buffer[text.copy(buffer, static_cast<std::size_t>(capacity - 1))] = '\0';
-    }
-    return {};
-  });
-}
-
-void rssm_causal_conv1d_args_init(rssm_causal_conv1d_args* args) {
-  if (args == nullptr) return;
-  *args = {};
-  args->struct_size = sizeof *args;
-  args->silu = 1;
-}
-
-rssm_status rssm_causal_conv1d_step(rssm_pool* pool, const rssm_context* context, int32_t layer,
-                                    rssm_step* step, const rssm_causal_conv1d_args* args) {
-  return guarded([&]() -> Status {
-    RSSM_RETURN_IF_ERROR(check_not_null("pool", pool));
-    RSSM_RETURN_IF_ERROR(check_not_null("step", step));
-    RSSM_RETURN_IF_ERROR(check_struct("args", args));
-    CausalConv1dOperands operands;
-    RSSM_ASSIGN_OR_RETURN(operands.u, view("convolution u", args->u));
-    RSSM_ASSIGN_OR_RETURN(operands.weight, view("convolution weight", args->weight));
-    RSSM_ASSIGN_OR_RETURN(operands.bias, view("convolution bias", args->bias));
-    RSSM_ASSIGN_OR_RETURN(operands.out, view("convolution out", args->out));
-    operands.silu = args->silu != 0;
-    return with_context(context, [&](const auto& c) {
-      return causal_conv1d_step(c, pool->pool, layer, *step->step, operands);
     });
   });
 }

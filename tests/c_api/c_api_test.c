@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "check.h"
+#include "operands.h"
 
 enum { kHeads = 2, kHeadDim = 8, kState = 16, kWidth = 3, kTokens = 40 };
 enum { kX = kHeads * kHeadDim, kChannels = kX + 2 * kState };
@@ -12,12 +13,6 @@ static const float kA[kHeads] = {-0.5f, -1.5f};
 static float weight[kWidth * kChannels];
 static float inputs[kTokens][kChannels];
 static float time_steps[kTokens][kHeads];
-
-static float pseudo_random(void) {
-  static uint32_t state = 12345u;
-  state = state * 1664525u + 1013904223u;
-  return (float)(state >> 8) / 8388608.0f - 1.0f;
-}
 
 /* Outputs of all tokens: (kTokens, kHeads, kHeadDim). */
 static void reference(double y[kTokens][kX]) {
@@ -49,30 +44,21 @@ static void reference(double y[kTokens][kX]) {
   }
 }
 
-static rssm_tensor tensor(void* data, int32_t rank, const int64_t* shape, int64_t row) {
-  rssm_tensor t = {0};
-  t.data = data;
-  t.dtype = RSSM_F32;
-  t.rank = rank;
-  int64_t stride = 1;
-  for (int32_t i = rank - 1; i >= 0; --i) {
-    t.shape[i] = shape[i];
-    t.strides[i] = stride;
-    stride *= shape[i];
-  }
-  if (row > 0) t.strides[0] = row;
-  return t;
+static rssm_layer mamba2_layer(void) {
+  rssm_layer layer;
+  CHECK_OK(rssm_layer_init(&layer, sizeof layer));
+  layer.family = RSSM_FAMILY_MAMBA2;
+  layer.shape.mamba2 =
+      (rssm_mamba2_shape){.heads = kHeads, .head_dim = kHeadDim, .state_size = kState, .groups = 1};
+  return layer;
 }
 
 static rssm_pool* make_pool(int32_t window) {
-  rssm_layer layer = {.heads = kHeads,
-                      .head_dim = kHeadDim,
-                      .state_size = kState,
-                      .groups = 1,
-                      .conv_channels = kChannels,
-                      .conv_width = kWidth};
+  rssm_layer layer = mamba2_layer();
+  layer.conv_channels = kChannels;
+  layer.conv_width = kWidth;
   rssm_pool_options options;
-  rssm_pool_options_init(&options);
+  CHECK_OK(rssm_pool_options_init(&options, sizeof options));
   options.layers = &layer;
   options.layer_count = 1;
   options.slots = 3;
@@ -103,13 +89,13 @@ static void step(rssm_pool* pool, const rssm_context* context, int32_t slot, int
   CHECK_OK(rssm_step_begin(pool, context, &row, 1, &open));
   float mixed[kTokens][kChannels];
   rssm_causal_conv1d_args conv;
-  rssm_causal_conv1d_args_init(&conv);
+  CHECK_OK(rssm_causal_conv1d_args_init(&conv, sizeof conv));
   conv.u = tensor(inputs[first], 2, (int64_t[]){count, kChannels}, 0);
   conv.weight = tensor(weight, 2, (int64_t[]){kWidth, kChannels}, 0);
   conv.out = tensor(mixed, 2, (int64_t[]){count, kChannels}, 0);
   CHECK_OK(rssm_causal_conv1d_step(pool, context, 0, open, &conv));
   rssm_mamba2_args args;
-  rssm_mamba2_args_init(&args);
+  CHECK_OK(rssm_mamba2_args_init(&args, sizeof args));
   CHECK(args.dt_softplus == 1 && args.dt_min == 0.0f && isinf(args.dt_max));
   args.x = tensor(mixed, 3, (int64_t[]){count, kHeads, kHeadDim}, kChannels);
   args.b = tensor(mixed[0] + kX, 3, (int64_t[]){count, 1, kState}, kChannels);
@@ -149,10 +135,9 @@ static void check_continues(rssm_pool* pool, const rssm_context* context, int32_
  * y = dt N, dt = log(2). */
 static void f16_step(void) {
   enum { kOne = 0x3c00 };
-  rssm_layer layer = {
-      .heads = kHeads, .head_dim = kHeadDim, .state_size = kState, .groups = 1, .conv_width = 0};
+  const rssm_layer layer = mamba2_layer();
   rssm_pool_options options;
-  rssm_pool_options_init(&options);
+  CHECK_OK(rssm_pool_options_init(&options, sizeof options));
   options.layers = &layer;
   options.layer_count = 1;
   options.slots = 1;
@@ -173,7 +158,7 @@ static void f16_step(void) {
   const int64_t b_shape[] = {1, 1, kState};
   const int64_t dt_shape[] = {1, kHeads};
   rssm_mamba2_args args;
-  rssm_mamba2_args_init(&args);
+  CHECK_OK(rssm_mamba2_args_init(&args, sizeof args));
   args.x = tensor(ones, 3, x_shape, 0);
   args.b = args.c = tensor(ones, 3, b_shape, 0);
   args.dt = tensor(raw_dt, 2, dt_shape, 0);
@@ -208,7 +193,7 @@ int main(void) {
   rssm_threads* threads = NULL;
   CHECK_OK(rssm_threads_create(2, &threads));
   rssm_context context;
-  rssm_context_init(&context);
+  CHECK_OK(rssm_context_init(&context, sizeof context));
   context.threads = threads;
 
   rssm_pool* pool = make_pool(8);

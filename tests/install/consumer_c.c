@@ -22,9 +22,17 @@ int main(void) {
   float a = -0.5f, x[8], b[16], c[16], dt = 0.0f, y[8] = {0};
   for (int i = 0; i < 8; ++i) x[i] = 0.5f;
   for (int i = 0; i < 16; ++i) b[i] = c[i] = 0.25f;
-  const rssm_layer layer = {.heads = 1, .head_dim = 8, .state_size = 16, .groups = 1};
+  rssm_layer layer;
   rssm_pool_options options;
-  rssm_pool_options_init(&options);
+  rssm_mamba2_args args;
+  if (!check(rssm_layer_init(&layer, sizeof layer)) ||
+      !check(rssm_pool_options_init(&options, sizeof options)) ||
+      !check(rssm_mamba2_args_init(&args, sizeof args))) {
+    return 1;
+  }
+  layer.family = RSSM_FAMILY_MAMBA2;
+  layer.shape.mamba2 =
+      (rssm_mamba2_shape){.heads = 1, .head_dim = 8, .state_size = 16, .groups = 1};
   options.layers = &layer;
   options.layer_count = 1;
   options.slots = 1;
@@ -32,8 +40,6 @@ int main(void) {
   rssm_step* step = NULL;
   rssm_row row = {.token_count = 1, .kind = RSSM_ROW_TENTATIVE};
   const int64_t accepted = 1;
-  rssm_mamba2_args args;
-  rssm_mamba2_args_init(&args);
   args.x = tensor(x, 1, 8);
   args.b = tensor(b, 1, 16);
   args.c = tensor(c, 1, 16);
