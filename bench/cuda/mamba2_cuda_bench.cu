@@ -171,8 +171,15 @@ Cases<Mamba2Family> cases() {
   }
   Case plain = f32(super, 256);
   plain.mode = Mode::kPlain;
-  out.swept = {f32(super, 256), bf16(super, 256), f32(super, 256, 4), f32(super, 8),
-               f32(super, 1),   f32(nano30, 64),  f32(nano30, 1),     plain};
+  out.swept = {f32(super, 256),
+               bf16(super, 256),
+               f32(super, 256, 4),
+               f32(super, 8),
+               f32(super, 1),
+               f32(nano30, 64),
+               f32(nano30, 1),
+               plain,
+               copied(super, 256, ReadCopyFormat::kNvfp4)};
   return out;
 }
 

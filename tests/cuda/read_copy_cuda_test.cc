@@ -136,7 +136,8 @@ void expect_outputs_read_the_copy_on_cuda(const Model& model) {
   Rng rng(33);
   TokenId token = 1;
   int flushes = 0;
-  for (int step = 0; step < 40; ++step) {
+  const int steps = 32 + 4 * c.limits.window / c.limits.draft_capacity;
+  for (int step = 0; step < steps; ++step) {
     if (rng.chance(0.2)) {
       ASSERT_TRUE(is_ok(pool.force_flush(kCuda, 1)));
       ASSERT_TRUE(is_ok(twin.force_flush(kCuda, 1)));

@@ -408,8 +408,8 @@ TEST_F(CudaSteps, PoolsThatCannotBeAreRefused) {
   EXPECT_TRUE(refused(create(edited), StatusCode::kUnsupported, {"layer 1", "24", "16"}));
   edited = options;
   edited.layers[1].read_copy = ReadCopyFormat::kNvfp4;
-  EXPECT_TRUE(refused(create(edited), StatusCode::kUnsupported,
-                      {"layer 1", "read copies on cuda", "nvfp4", "none"}));
+  EXPECT_TRUE(
+      refused(create(edited), StatusCode::kUnsupported, {"layer 1", "f32 activations", "nvfp4"}));
   edited = options;
   edited.checkpoint = DType::kBF16;
   EXPECT_TRUE(refused(create(edited), StatusCode::kUnsupported, {"bf16", "f32"}));
