@@ -70,7 +70,8 @@ class Bench:
         from peers import PEERS
 
         found = []
-        for mode in ("replay", "plain") if case.tokens == 1 else ("replay",):
+        modes = ("replay", "plain") if case.tokens == 1 else ("replay",)
+        for mode in modes:
 
             def make(layers, slots, parameters, mode=mode):
                 if self.library is None:
@@ -332,8 +333,11 @@ def table(found, cases):
         ]
         best = min(base, default=None)
         lines += [f"\n## {label}\n"]
-        lines += ["| kernel | mode | us | times faster than the fastest native peer | rows that write the state | error |"]
-        lines += ["| --- | --- | --- | --- | --- | --- |"]
+        lines += [
+            "| kernel | mode | us | times faster than the fastest native peer "
+            "| rows that write the state | error |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
         for e in sorted(rows, key=lambda e: e["result"]["us"]):
             r = e["result"]
             speed = f"{best / r['us']:.2f}" if best else "-"

@@ -66,7 +66,7 @@ PACKAGES = {
             ],
         )
     ],
-    "fla": [("fla-core", "0.6.0", ["fla/*.py", "*.dist-info/licenses/LICENSE", "!*ascend*"])],
+    "fla": [("fla-core", "0.6.0", ["fla/*.py", "*.dist-info/licenses/LICENSE"])],
     "flashinfer": [
         (
             "flashinfer-python",

@@ -248,13 +248,13 @@ class Ours:
         self.library.c.rssm_step_destroy(self.open)
         self.open = None
 
-    def live(self, slot):
+    def cursor(self, slot):
         cursor, context = self.library.h.rssm_cursor(), self.context()
         self.library.call(
             *("rssm_pool_cursor", self.pool, ctypes.byref(context)),
             *(ctypes.c_int32(self.slots[slot]), ctypes.byref(cursor)),
         )
-        return cursor.position - cursor.checkpoint_position
+        return cursor
 
     def spread(self, sets, operands, rng):
         """Takes every slot to the phase of a long run; the share of rows that will flush."""
@@ -265,7 +265,11 @@ class Ours:
         order = rng.sample(range(total), total)
         for number, slots in enumerate(sets):
             base = number * len(slots)
-            starts = [order[base + i] % WINDOW for i in range(len(slots))]
+            # Slot i takes tokens until it has had 2 L - start, however many it has had before.
+            starts = [
+                order[base + i] % WINDOW + self.cursor(slot).position
+                for i, slot in enumerate(slots)
+            ]
             for step in range(2 * WINDOW):
                 active = [step >= start for start in starts] if tokens == 1 else None
                 if tokens > 1 and step >= 16:
@@ -275,7 +279,8 @@ class Ours:
                     self.launch(layer, operands[layer])
                 self.end([rng.randint(1, tokens) for _ in slots])
             for slot in slots:
-                flushes += self.live(slot) + tokens > WINDOW
+                cursor = self.cursor(slot)
+                flushes += cursor.position - cursor.checkpoint_position + tokens > WINDOW
         return flushes / total
 
     def explain(self):
