@@ -23,6 +23,10 @@ REPOSITORY = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
 TITLES = {"mamba2": "Mamba-2", "gdn": "Gated DeltaNet", "kda": "Kimi Delta Attention"}
+FLASHINFER_DELTA = (
+    "0.7.4 has its decode kernels for this family in CuTe DSL, whose compiler is not among the "
+    "packages fetched"
+)
 DEAD = 17  # a worker's exit status when the device can no longer be used
 
 
@@ -79,13 +83,20 @@ class Bench:
                 return Ours(self.library, mode, case, parameters, layers, slots, self.device)
 
             found.append((f"ReplaySSM {mode}", mode, "ours", make))
-        for peer in PEERS:
+        more = []
+        if self.arguments.flashinfer:
+            import flashinfer_peers
+
+            more = flashinfer_peers.PEERS
+        for peer in PEERS + more:
             if peer.fits(case):
 
                 def make(layers, slots, parameters, peer=peer):
                     return peer(self.peers, case, parameters, layers, slots, self.device)
 
-                mode = "native verify" if peer.tokens == "any" and case.tokens > 1 else peer.mode
+                mode = peer.mode
+                if mode == "plain" and case.tokens > 1:
+                    mode = "native verify"
                 found.append((peer.name, mode, peer.package, make))
         return [k for k in found if self.arguments.only in k[0]]
 
@@ -248,6 +259,26 @@ def chosen_cases(arguments):
     return [c for c in found if c.family in families and arguments.filter in c.label]
 
 
+def build_flashinfer(bench, cases):
+    try:
+        import flashinfer_peers
+
+        major = bench.torch.cuda.get_device_capability()[0]
+        started = time.monotonic()
+        built, errors, late = flashinfer_peers.build(
+            bench.peers, cases, major, bench.arguments.flashinfer
+        )
+        seconds = time.monotonic() - started
+        print(f"FlashInfer: {built} libraries in {seconds:.0f} s, {late} not in time", flush=True)
+    except Exception as error:  # noqa: BLE001
+        errors = [error]
+    for error in errors:
+        print(f"FlashInfer: {one_line(error)}", flush=True)
+        with open(bench.arguments.errors, "a", encoding="utf-8") as file:
+            file.write("==== building FlashInfer's kernels\n")
+            file.write("".join(traceback.format_exception(error)) + "\n")
+
+
 def work(arguments):
     bench = Bench(arguments)
     torch = bench.torch
@@ -269,6 +300,8 @@ def work(arguments):
     cases = chosen_cases(arguments)
     if bench.cuda:
         torch.cuda.set_stream(bench.stream)
+    if arguments.flashinfer and bench.cuda:
+        build_flashinfer(bench, cases)
     for case in cases:
         try:
             bench.case(case)
@@ -387,6 +420,10 @@ def report(arguments, family):
     lines += ["\n## Not run, and why\n"]
     lines += [f"* {k} ({'; '.join(c)}): {why}" for (k, why), c in failed.items()]
     lines += [f"* {name}: {why}" for name, why in missing(family)]
+    if not arguments.flashinfer and family == "mamba2":
+        lines += ["* FlashInfer: compiled at run time, for minutes; not asked for (--flashinfer)"]
+    elif family != "mamba2":
+        lines += [f"* FlashInfer: {FLASHINFER_DELTA}"]
     return "\n".join(lines) + "\n"
 
 
@@ -401,6 +438,13 @@ def main():
     parser.add_argument("--filter", default="", help="cases whose label contains it")
     parser.add_argument("--only", default="", help="kernels whose name contains it")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument(
+        "--flashinfer",
+        type=float,
+        default=0,
+        metavar="SECONDS",
+        help="compiles FlashInfer's kernels too, for so long at most",
+    )
     parser.add_argument("--device", default="cuda", help="cpu: small shapes, parity only")
     parser.add_argument("--limit", type=float, default=540, help="seconds, for everything")
     parser.add_argument("--commit", default="unknown")

@@ -103,13 +103,14 @@ def small_cases():
 
 
 class Parameters:
-    """A layer's parameters, f32."""
+    """A layer's parameters, f32 of values that are exact in bf16."""
 
     def __init__(self, case, device):
         generator = torch.Generator(device="cpu").manual_seed(3)
 
         def uniform(low, high, *shape):
-            return (low + (high - low) * torch.rand(*shape, generator=generator)).to(device)
+            values = low + (high - low) * torch.rand(*shape, generator=generator)
+            return values.bfloat16().float().to(device)
 
         h, k = case.heads, case.key_dim
         if case.family == "mamba2":

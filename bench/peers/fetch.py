@@ -30,6 +30,30 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 # begins with ! takes members out again.
 MAMBA = "vllm/model_executor/layers/mamba/ops/"
 SGLANG = "sglang/kernels/ops/attention/"
+FLASHINFER = [
+    "_build_meta",
+    "api_logging",
+    "autotune_cache",
+    "autotuner/*",
+    "compilation_context",
+    "fused_moe/utils",
+    "jit/_cuda_architecture",
+    "jit/core",
+    "jit/cpp_ext",
+    "jit/env",
+    "jit/mamba/*",
+    "jit/spdlog",
+    "jit/tllm_utils",
+    "jit/utils",
+    "mamba/checkpointing_ssu",
+    "mamba/selective_state_update",
+    "tllm_enums",
+    "tllm_utils",
+    "trace/template",
+    "trace/templates/mamba",
+    "utils",
+    "version",
+]
 PACKAGES = {
     "vllm": [
         (
@@ -72,18 +96,25 @@ PACKAGES = {
             "flashinfer-python",
             "0.7.4",
             [
-                "flashinfer/*.py",
+                *(f"flashinfer/{name}.py" for name in FLASHINFER),
                 "flashinfer/data/csrc/checkpointing_ssu*",
                 "flashinfer/data/csrc/selective_state_update*",
+                "flashinfer/data/csrc/flashinfer_mamba_binding*",
                 "flashinfer/data/csrc/tvm_ffi_utils.h",
                 "flashinfer/data/include/flashinfer/*",
+                "flashinfer/data/cutlass/include/cute/*",
+                "flashinfer/data/cutlass/include/cutlass/*",
+                "flashinfer/data/spdlog/include/*",
                 "*.dist-info/licenses/LICENSE",
-                "!flashinfer/data/include/flashinfer/cake*",
-                "!*trtllm_gen*",
-                "!*/tests/*",
+                "!*/cutlass/gemm/*/*",
+                "!*/cutlass/conv/*/*",
+                "!*/cutlass/epilogue/*",
+                "!*/cutlass/transform/*",
+                "!*/cutlass/reduction/*",
+                "!*/cutlass/experimental/*",
             ],
         ),
-        ("apache-tvm-ffi", None, ["*"]),
+        ("apache-tvm-ffi", "0.1.15", ["tvm_ffi/*", "*.dist-info/*"]),
     ],
 }
 

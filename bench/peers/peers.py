@@ -12,7 +12,12 @@ from stubs import PeerMissing
 
 # What no released package has, for the log.
 NOT_RELEASED = [
-    ("mamba2", "vLLM replay, verify", "vLLM 0.33.0 has the one-token kernel only; PR #49847 is open"),
+    (
+        "mamba2",
+        "vLLM replay, verify",
+        "vLLM 0.33.0's own kernel takes one token; for more it calls FlashInfer's checkpointing_ssu. "
+        "A Triton kernel is in PR #49847",
+    ),
     ("gdn", "vLLM replay, one token", "not in vLLM 0.33.0; PR #48792"),
     ("gdn", "vLLM replay, verify", "not in vLLM 0.33.0; PR #49887"),
     ("kda", "vLLM replay", "not in vLLM 0.33.0, and no PR known"),

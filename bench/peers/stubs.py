@@ -190,4 +190,7 @@ class Peers:
         sys.modules["fla"].__version__ = versions["fla-core"]
 
     def prepare_flashinfer(self, path):
-        raise PeerMissing("see flashinfer_peer.py")
+        sys.path.insert(0, str(path))  # tvm_ffi, and its own metadata
+        for name in ("jit", "mamba", "fused_moe", "trace.templates"):
+            name = "flashinfer." + name
+            package(name, path / name.replace(".", "/"))
