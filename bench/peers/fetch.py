@@ -141,8 +141,9 @@ def index_url():
     if configured:
         return configured
     # What pip itself would ask.
+    program = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
     found = subprocess.run(
-        [sys.executable, "-c", "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"],
+        [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         check=True,
@@ -333,9 +334,7 @@ def main():
         for package, version, patterns in PACKAGES[peer]:
             print(f"{package} {version or '(newest)'}")
             try:
-                versions[package] = fetch(
-                    client, package, version, patterns, arguments.python, out
-                )
+                versions[package] = fetch(client, package, version, patterns, arguments.python, out)
             except (OSError, LookupError) as error:
                 print(f"  not to be had: {error}", file=sys.stderr)
                 failed = True

@@ -42,7 +42,7 @@ class FlashinferPlain(Flashinfer):
         module = peers.get("flashinfer", MODULE + "selective_state_update")
         half, index = case.activation, torch.int32
         key = (case.checkpoint, half, half, torch.float32, index, case.value_dim, case.key_dim)
-        return module._get_module, (*key, case.tokens, index, index, major, None, 0)
+        return module._get_module, (*key, case.tokens, index, torch.int64, major, None, 0)
 
     def launch(self, layer, o):
         self.kernel.selective_state_update(**self.common(layer, o), pad_slot_id=0)
@@ -80,7 +80,7 @@ class FlashinferVerify(FlashinferPlain):
 
     def commit(self, accepted):
         at = (self.order.long(), accepted.long() - 1)
-        for state, snapshots in zip(self.states, self.snapshots):
+        for state, snapshots in zip(self.states, self.snapshots, strict=True):
             state[self.places.long()] = snapshots[at]
 
 
@@ -102,19 +102,15 @@ class FlashinferReplay(Flashinfer):
 
     def setup(self):
         super().setup()
-        case, places = self.case, self.slots + 1
+        case = self.case
         length = WINDOW + case.tokens
-
-        def rings(dtype, *shape):
-            make = lambda: torch.zeros(places, *shape, dtype=dtype, device=self.device)
-            return [make() for _ in range(self.layers)]
 
         def scratch(dtype, *shape):
             return torch.zeros(case.batch, case.heads, *shape, dtype=dtype, device=self.device)
 
-        self.rings_x = rings(case.activation, case.heads, length, case.value_dim)
-        self.rings_b = rings(case.activation, case.groups, length, case.key_dim)
-        self.rings_dt = rings(torch.float32, case.heads, length)
+        self.rings_x = self.rings(case.activation, case.heads, length, case.value_dim)
+        self.rings_b = self.rings(case.activation, case.groups, length, case.key_dim)
+        self.rings_dt = self.rings(torch.float32, case.heads, length)
         self.start = torch.zeros(places, dtype=torch.int32, device=self.device)
         self.live = torch.zeros(places, dtype=torch.int32, device=self.device)
         self.scratch = dict(

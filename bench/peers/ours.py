@@ -141,6 +141,8 @@ class Ours:
         options.layer_count, options.slots = layers, slots
         options.max_rows = case.batch
         options.rewindable = 0
+        if mode == "replay, fast flush":
+            options.flush = h.RSSM_FLUSH_FAST
         pool = ctypes.c_void_p()
         library.call("rssm_pool_create", ctypes.byref(options), ctypes.byref(pool))
         self.pool = pool
@@ -219,7 +221,7 @@ class Ours:
         """`slots`: indices into the slots made; those not in `active` are padding."""
         h, tokens = self.library.h, self.case.tokens
         rows = (h.rssm_row * len(slots))()
-        kind = "RSSM_ROW_TENTATIVE" if self.mode == "replay" else "RSSM_ROW_COMMITTED"
+        kind = "RSSM_ROW_TENTATIVE" if self.mode != "plain" else "RSSM_ROW_COMMITTED"
         for i, slot in enumerate(slots):
             rows[i].token_begin, rows[i].token_count = i * tokens, tokens
             rows[i].slot = self.slots[slot] if active is None or active[i] else -1
@@ -242,9 +244,7 @@ class Ours:
     def end(self, accepted):
         counts = (ctypes.c_int64 * len(accepted))(*accepted)
         context = self.context()
-        self.library.call(
-            "rssm_step_commit", self.pool, ctypes.byref(context), self.open, counts
-        )
+        self.library.call("rssm_step_commit", self.pool, ctypes.byref(context), self.open, counts)
         self.library.c.rssm_step_destroy(self.open)
         self.open = None
 
@@ -258,7 +258,7 @@ class Ours:
 
     def spread(self, sets, operands, rng):
         """Takes every slot to the phase of a long run; the share of rows that will flush."""
-        if self.mode != "replay":
+        if self.mode == "plain":
             return 1.0
         tokens, flushes = self.case.tokens, 0
         total = sum(len(s) for s in sets)

@@ -15,8 +15,8 @@ NOT_RELEASED = [
     (
         "mamba2",
         "vLLM replay, verify",
-        "vLLM 0.33.0's own kernel takes one token; for more it calls FlashInfer's checkpointing_ssu. "
-        "A Triton kernel is in PR #49847",
+        "vLLM 0.33.0's own kernel takes one token; for more it calls FlashInfer's "
+        "checkpointing_ssu. A Triton kernel is in PR #49847",
     ),
     ("gdn", "vLLM replay, one token", "not in vLLM 0.33.0; PR #48792"),
     ("gdn", "vLLM replay, verify", "not in vLLM 0.33.0; PR #49887"),
@@ -67,6 +67,11 @@ class Peer:
         case = self.case
         shape = (self.slots * self.states_per_slot() + 1, case.heads, case.value_dim, case.key_dim)
         return torch.zeros(shape, dtype=case.checkpoint, device=self.device)
+
+    def rings(self, dtype, *shape):
+        """A ring for every place of every layer."""
+        shape = (self.slots + 1, *shape)
+        return [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(self.layers)]
 
     def states_per_slot(self):
         return 1
@@ -209,15 +214,11 @@ class VllmMambaReplay(VllmMamba):
 
     def setup(self):
         super().setup()
-        case, places = self.case, self.slots + 1
+        case = self.case
 
-        def rings(dtype, *shape):
-            make = lambda: torch.zeros(places, *shape, dtype=dtype, device=self.device)
-            return [make() for _ in range(self.layers)]
-
-        self.rings_x = rings(case.activation, case.heads, WINDOW, case.value_dim)
-        self.rings_dt = rings(torch.float32, case.heads, WINDOW)
-        self.rings_b = rings(case.activation, case.groups, WINDOW, case.key_dim)
+        self.rings_x = self.rings(case.activation, case.heads, WINDOW, case.value_dim)
+        self.rings_dt = self.rings(torch.float32, case.heads, WINDOW)
+        self.rings_b = self.rings(case.activation, case.groups, WINDOW, case.key_dim)
         self.cursor = torch.zeros(self.slots, dtype=torch.int32, device=self.device)
         # As in the engine, one scratch serves all layers.
         self.scratch = torch.zeros(case.batch, case.groups, WINDOW, device=self.device)
@@ -433,7 +434,7 @@ class SglangVerify(Delta):
 
     def commit(self, accepted):
         at = (self.rows.long(), accepted.long() - 1)
-        for state, snapshots in zip(self.states, self.snapshots):
+        for state, snapshots in zip(self.states, self.snapshots, strict=True):
             state[self.places.long()] = snapshots[at]
 
 
@@ -446,16 +447,12 @@ class SglangReplay(Delta):
         self.kernel = module.fused_recurrent_linear_replayssm_decode
 
     def setup(self):
-        case, places = self.case, self.slots + 1
+        case = self.case
 
-        def rings(dtype, *shape):
-            make = lambda: torch.zeros(places, *shape, dtype=dtype, device=self.device)
-            return [make() for _ in range(self.layers)]
-
-        self.rings_d = rings(case.activation, case.heads, WINDOW, case.value_dim)
-        self.rings_k = rings(case.activation, case.groups, WINDOW, case.key_dim)
+        self.rings_d = self.rings(case.activation, case.heads, WINDOW, case.value_dim)
+        self.rings_k = self.rings(case.activation, case.groups, WINDOW, case.key_dim)
         channels = (case.key_dim,) if case.family == "kda" else ()
-        self.rings_g = rings(torch.float32, case.heads, WINDOW, *channels)
+        self.rings_g = self.rings(torch.float32, case.heads, WINDOW, *channels)
         self.cursor = torch.zeros(self.slots, dtype=torch.int32, device=self.device)
 
     def prepare_step(self):
@@ -504,16 +501,12 @@ class SglangReplayVerify(Delta):
     def setup(self):
         case, places = self.case, self.slots + 1
 
-        def rings(dtype, *shape):
-            make = lambda: torch.zeros(places, *shape, dtype=dtype, device=self.device)
-            return [make() for _ in range(self.layers)]
-
-        self.rings_d = rings(case.activation, case.heads, WINDOW, case.value_dim)
-        self.rings_k = rings(case.activation, case.groups, WINDOW, case.key_dim)
-        self.rings_g = rings(torch.float32, case.heads, WINDOW)
-        self.rings_v = rings(case.activation, case.heads, WINDOW, case.value_dim)
-        self.rings_kr = rings(case.activation, case.groups, WINDOW, case.key_dim)
-        self.rings_beta = rings(torch.float32, case.heads, WINDOW)
+        self.rings_d = self.rings(case.activation, case.heads, WINDOW, case.value_dim)
+        self.rings_k = self.rings(case.activation, case.groups, WINDOW, case.key_dim)
+        self.rings_g = self.rings(torch.float32, case.heads, WINDOW)
+        self.rings_v = self.rings(case.activation, case.heads, WINDOW, case.value_dim)
+        self.rings_kr = self.rings(case.activation, case.groups, WINDOW, case.key_dim)
+        self.rings_beta = self.rings(torch.float32, case.heads, WINDOW)
         self.write_pos = torch.zeros(places, dtype=torch.int32, device=self.device)
         self.cache_base = torch.zeros(places, dtype=torch.int32, device=self.device)
         self.is_flush = torch.zeros(places, dtype=torch.int8, device=self.device)
@@ -613,7 +606,7 @@ class FlaGdn(Delta):
         return y[:, 0]
 
     def commit(self, accepted):
-        for state, after in zip(self.states, self.after):
+        for state, after in zip(self.states, self.after, strict=True):
             state[self.range] = after
         self.after = None
 
@@ -630,7 +623,10 @@ class FlaKda(Snapshots, Delta):
 
     def launch(self, layer, o):
         rows, tokens = len(self.index), self.case.tokens
-        apart = lambda x: x.view(rows, tokens, *x.shape[1:])
+
+        def apart(x):
+            return x.view(rows, tokens, *x.shape[1:])
+
         self.kernel(
             q=apart(o.q_packed),
             k=apart(o.k_packed),
