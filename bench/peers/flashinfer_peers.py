@@ -111,8 +111,8 @@ class FlashinferReplay(Flashinfer):
         self.rings_x = self.rings(case.activation, case.heads, length, case.value_dim)
         self.rings_b = self.rings(case.activation, case.groups, length, case.key_dim)
         self.rings_dt = self.rings(torch.float32, case.heads, length)
-        self.start = torch.zeros(places, dtype=torch.int32, device=self.device)
-        self.live = torch.zeros(places, dtype=torch.int32, device=self.device)
+        self.start = torch.zeros(self.slots + 1, dtype=torch.int32, device=self.device)
+        self.live = torch.zeros(self.slots + 1, dtype=torch.int32, device=self.device)
         self.scratch = dict(
             cb_scaled=scratch(case.activation, 32, 8),
             cumAdt_vec=scratch(torch.float32, 16),
