@@ -229,36 +229,33 @@ std::string label(const BenchCase<Geometry>& c) {
          to_string(c.activation) + " " + mode + " batch " + std::to_string(c.batch);
 }
 
-/// Memory by what it holds: numbers of magnitude 1/4 to 1 in either type, positive floats of 0.01
-/// to 0.4, and negative ones.
+/// Memory by what it holds: numbers of magnitude 1/4 to 1 in either type, and floats of 0.01 to
+/// 0.4.
 struct Arenas {
-  Arena states, numbers, positive, negative;
+  Arena states, numbers, positive;
 
   void create() {
     states.create(std::size_t{19} << 30);
     numbers.create(std::size_t{8} << 30);
-    positive.create(std::size_t{1} << 30);
-    negative.create(std::size_t{4} << 30);
-    states.used = numbers.used = positive.used = negative.used = 0;
+    positive.create(std::size_t{5} << 30);
+    clear();
   }
-  void clear() { states.used = numbers.used = positive.used = negative.used = 0; }
+  void clear() { states.used = numbers.used = positive.used = 0; }
   /// Makes the first bytes of every arena what they should be.
   void fill(cudaStream_t stream, std::size_t states_bytes, std::size_t numbers_bytes,
-            std::size_t positive_bytes, std::size_t negative_bytes) const {
+            std::size_t positive_bytes) const {
     fill_random<<<4096, 256, 0, stream>>>(reinterpret_cast<std::uint32_t*>(states.data),
                                           (states_bytes + 3) / 4, 1);
     fill_random<<<4096, 256, 0, stream>>>(reinterpret_cast<std::uint32_t*>(numbers.data),
                                           (numbers_bytes + 3) / 4, 2);
     fill_uniform<<<4096, 256, 0, stream>>>(reinterpret_cast<float*>(positive.data),
                                            (positive_bytes + 3) / 4, 0.01f, 0.4f);
-    fill_uniform<<<4096, 256, 0, stream>>>(reinterpret_cast<float*>(negative.data),
-                                           (negative_bytes + 3) / 4, -0.4f, -0.01f);
   }
   void fill_all(cudaStream_t stream) const {
-    fill(stream, states.bytes, numbers.bytes, positive.bytes, negative.bytes);
+    fill(stream, states.bytes, numbers.bytes, positive.bytes);
   }
   void fill_used(cudaStream_t stream) const {
-    fill(stream, states.used, numbers.used, positive.used, negative.used);
+    fill(stream, states.used, numbers.used, positive.used);
   }
 };
 
