@@ -3,7 +3,7 @@
 // The unit of work is a tile: kDeltaRuleTileRows rows (of value_dim) of one head's state,
 // contiguous in memory. A part is what the warps of a block hold at once, one tile of one head per
 // warp. A block takes `parts` consecutive parts of one key head of one row of the step, and asks
-// for all of their state before it prepares what they share (keys, scores, weights).
+// for the state of the first `stages` of them before it prepares what they share (keys, scores).
 #pragma once
 
 #include <cstddef>
@@ -42,9 +42,9 @@ constexpr int delta_rule_vector_pitch(int key_dim) { return key_dim + 16; }
 /// Where everything lies in a block's shared memory. Offsets are bytes, strides are floats. What
 /// comes from global memory lies there as it is (raw), in the activation type unless said.
 struct DeltaRuleShared {
-  std::int32_t stage_bytes =
-      0;                    // per stage and warp: a tile, then (window + T, tile rows) of values
-  std::int32_t values = 0;  // within a stage
+  // Per stage and warp: a tile, then (window + T, tile rows) of values.
+  std::int32_t stage_bytes = 0;
+  std::int32_t values = 0;      // within a stage
   std::int32_t raw_tokens = 0;  // (columns, key_dim): k and q of tokens in turn
   std::int32_t raw_keys = 0;    // (window, key_dim): k of live records
   std::int32_t raw_gates = 0;   // decay per channel: (columns / 2, key_dim), 4 bytes per element

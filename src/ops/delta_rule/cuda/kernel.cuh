@@ -1,9 +1,9 @@
 // The delta rule's step on the GPU, both families: rows of every kind in one launch.
 //
-// A block takes all its state at once and, while that is on its way, prepares what its warps share;
-// then every warp has a tile of 16 rows of a head's state to itself (config.h). With the entries e
-// of the window (live records, then the row's own tokens), w(e, t) the product of the decays after
-// e up to token t, and rows v of the state:
+// A block asks for its first state and, while that is on its way, prepares what its warps share;
+// then every warp has a tile of 16 rows of a head's state to itself, part after part (config.h).
+// With the entries e of the window (live records, then the row's own tokens), w(e, t) the product
+// of the decays after e up to token t, and rows v of the state:
 //
 //   h_k[v, t] = w(-1, t) (S k_t)[v] + sum_e w(e, t) (k_e . k_t) d_e[v]      e before t
 //   h_q[v, t] = the same with q_t, and e = t too
@@ -153,9 +153,8 @@ class DeltaRuleStepKernel
   __device__ __forceinline__ float* key(int record) const {
     return at<float>(launch.shared.keys) + record * pitch;
   }
-  /// Where every channel has its own decay. Of a record: log-decays as loaded; then its decays if
-  /// it is folded, else its key times the decays of later records. Of token t, entry window + t:
-  /// its decays.
+  /// Where every channel has its own decay. Of a record: its decays; if it is not folded, its key
+  /// times the decays of later records takes their place. Of token t, entry window + t: its decays.
   __device__ __forceinline__ float* channel_decay(int entry) const {
     return at<float>(launch.shared.decays) + entry * pitch;
   }
@@ -163,8 +162,8 @@ class DeltaRuleStepKernel
     return channel_decay(static_cast<int>(p.limits.window) + t);
   }
   __device__ __forceinline__ float* total() const { return at<float>(launch.shared.total); }
-  /// Of a part's head by entry: of live records log-decays as loaded, then decays if they are
-  /// folded, else the product of later records' decays; of tokens decays.
+  /// Decays of a part's head by entry. Those of live records that are not folded make place for the
+  /// products of later records' decays.
   __device__ __forceinline__ float* decay(int part) const {
     return at<float>(launch.shared.gates) + part * launch.shared.gate_stride;
   }
