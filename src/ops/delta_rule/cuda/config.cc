@@ -4,12 +4,10 @@
 #include <limits>
 #include <sstream>
 
+#include "cuda/block_shape.h"
+
 namespace replayssm::cuda {
 namespace {
-
-constexpr std::size_t kReservedPerBlock = 1024;  // shared memory the driver takes per block
-
-std::int64_t aligned(std::int64_t bytes, std::int64_t to) { return (bytes + to - 1) / to * to; }
 
 DeltaRuleShared plan_shared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch& launch) {
   const DeltaRuleVariant variant = delta_rule_variant(p);
@@ -22,13 +20,13 @@ DeltaRuleShared plan_shared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch&
   std::int64_t at = 0;
   const auto take = [&](std::int64_t bytes) {
     const std::int64_t begin = at;
-    at = aligned(at + bytes, 16);
+    at = round_up_to(at + bytes, 16);
     return static_cast<std::int32_t>(begin);
   };
   plan.values = static_cast<std::int32_t>(kDeltaRuleTileRows * p.shape.key_dim *
                                           static_cast<std::int64_t>(size_of(p.checkpoint)));
   plan.stage_bytes = static_cast<std::int32_t>(
-      aligned(plan.values + p.limits.record_places() * kDeltaRuleTileRows * act_bytes, 128));
+      round_up_to(plan.values + p.limits.record_places() * kDeltaRuleTileRows * act_bytes, 128));
   take(std::int64_t{launch.warps} * launch.stages * plan.stage_bytes);
   plan.raw_tokens = take(columns * vector * act_bytes);
   plan.raw_keys = take(window * vector * act_bytes);
@@ -45,12 +43,12 @@ DeltaRuleShared plan_shared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch&
   plan.key_scale = take(4 * window);
   plan.scale = take(4 * columns);
   plan.scores = take(4 * entries * columns);
-  plan.weight_stride = static_cast<std::int32_t>(aligned(window, 16) + 4);
+  plan.weight_stride = static_cast<std::int32_t>(round_up_to(window, 16) + 4);
   plan.weight_bytes = static_cast<std::int32_t>(
       4 * (columns * plan.weight_stride + columns * columns / 2 + columns));
   plan.weights = take(std::int64_t{launch.parts} * plan.weight_bytes);
   plan.barriers = take(8 * launch.stages * launch.warps);
-  plan.bytes = static_cast<std::int32_t>(aligned(at, 128));
+  plan.bytes = static_cast<std::int32_t>(round_up_to(at, 128));
   return plan;
 }
 
@@ -76,8 +74,8 @@ std::string DeltaRuleCudaConfig::to_string() const {
 Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& p,
                                                      const CudaDeviceInfo& device,
                                                      const DeltaRuleTuning& tuning) {
-  if (p.shape.key_heads > kDeltaRuleMostInGrid) {
-    return unsupported(p.shape.key_heads, " key heads; a launch allows ", kDeltaRuleMostInGrid);
+  if (p.shape.key_heads > kMostInGrid) {
+    return unsupported(p.shape.key_heads, " key heads; a launch allows ", kMostInGrid);
   }
   struct Candidate {
     int warps, parts, stages;
@@ -124,12 +122,10 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
     }
     launch.shared = plan_shared(p, launch);
     least_bytes = std::min(least_bytes, launch.shared.bytes);
-    const auto bytes = static_cast<std::size_t>(launch.shared.bytes);
-    if (bytes > device.shared_per_block) continue;
-    config.reason = asked ? "as asked" : candidate.reason;
     config.blocks_per_multiprocessor =
-        static_cast<int>(std::min(device.shared_per_multiprocessor / (bytes + kReservedPerBlock),
-                                  static_cast<std::size_t>(2 * kDeltaRuleMaxWarps / launch.warps)));
+        blocks_that_fit(device, launch.shared.bytes, launch.warps, 2 * kDeltaRuleMaxWarps);
+    if (config.blocks_per_multiprocessor == 0) continue;
+    config.reason = asked ? "as asked" : candidate.reason;
     config.shared_limit = static_cast<std::int32_t>(device.shared_per_block);
     return config;
   }

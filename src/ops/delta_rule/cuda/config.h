@@ -18,7 +18,6 @@ namespace replayssm::cuda {
 
 inline constexpr int kDeltaRuleMaxWarps = 8;
 inline constexpr int kDeltaRuleTileRows = 16;
-inline constexpr std::int64_t kDeltaRuleMostInGrid = 65535;  // of a grid's second, third extent
 
 /// The kernels there are for a pair of types and a kind of decay.
 enum class DeltaRuleVariant {

@@ -1,9 +1,7 @@
 #include "ops/delta_rule/cuda/launch.h"
 
-#include <algorithm>
-
 #include "cuda/operand_checks.h"
-#include "cuda/runtime.h"
+#include "cuda/step_launch.cuh"
 #include "ops/delta_rule/cuda/kernels.h"
 
 namespace replayssm::cuda {
@@ -61,31 +59,9 @@ DeltaRuleKernelFunction find_kernel(const DeltaRuleCudaParams& p) {
 /// Launches what has been validated.
 Status launch_step(const DeltaRuleCudaParams& params, const DeltaRuleCudaConfig& config,
                    cudaStream_t stream) {
-  if (config.blocks == 0) return {};
-  const DeltaRuleKernelFunction kernel = find_kernel(params);
-  const DeltaRuleLaunch& launch = config.launch;
-  if (launch.warps < 1 || launch.warps > kDeltaRuleMaxWarps) {
-    return invalid_argument("warps per block is ", launch.warps, ", expected 1 to ",
-                            kDeltaRuleMaxWarps);
-  }
-  // The device's limit, not this launch's need: the attribute is the kernel's, and another thread's
-  // launch may need more.
-  RSSM_RETURN_IF_ERROR(to_status(
-      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                           cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_limit),
-      "shared memory of the delta rule's step"));
-  DeltaRuleCudaParams slice = params;
-  for (std::int64_t first = 0; first < params.row_count; first += kDeltaRuleMostInGrid) {
-    slice.rows = params.rows + first;
-    slice.row_count = std::min(kDeltaRuleMostInGrid, params.row_count - first);
-    const dim3 grid(static_cast<unsigned>(config.blocks_per_key),
-                    static_cast<unsigned>(params.shape.key_heads),
-                    static_cast<unsigned>(slice.row_count));
-    kernel<<<grid, static_cast<unsigned>(launch.warps * 32),
-             static_cast<std::size_t>(launch.shared.bytes), stream>>>(slice, launch);
-    RSSM_RETURN_IF_ERROR(to_status(cudaGetLastError(), "launch of the delta rule's step"));
-  }
-  return {};
+  return launch_step_kernel("step of the delta rule", find_kernel(params), params, config,
+                            kDeltaRuleMaxWarps, config.blocks_per_key, params.shape.key_heads,
+                            stream);
 }
 
 }  // namespace
@@ -93,11 +69,7 @@ Status launch_step(const DeltaRuleCudaParams& params, const DeltaRuleCudaConfig&
 Status check_delta_rule_support(const DeltaRuleCudaParams& p) {
   RSSM_RETURN_IF_ERROR(validate_geometry(p));
   if (find_kernel(p) == nullptr) {
-    return unsupported("no CUDA kernel for a ", to_string(p.checkpoint), " checkpoint with ",
-                       to_string(p.activation), " activations and read copy ",
-                       to_string(p.copy.format),
-                       "; there are f32/f32, f32/bf16 and bf16/bf16, with read copies f32/bf16 and "
-                       "bf16/bf16");
+    return no_step_kernel(p.checkpoint, p.activation, p.copy.format);
   }
   return {};
 }

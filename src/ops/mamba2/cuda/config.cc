@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <sstream>
 
+#include "cuda/block_shape.h"
+
 namespace replayssm::cuda {
 namespace {
 
-constexpr std::size_t kReservedPerBlock = 1024;  // shared memory the driver takes per block
-
 std::int32_t aligned(std::int64_t bytes, std::int64_t to) {
-  return static_cast<std::int32_t>((bytes + to - 1) / to * to);
+  return static_cast<std::int32_t>(round_up_to(bytes, to));
 }
 
 Mamba2SharedPlan plan_shared(const Mamba2CudaParams& p, const Mamba2Launch& launch) {
@@ -28,13 +28,6 @@ Mamba2SharedPlan plan_shared(const Mamba2CudaParams& p, const Mamba2Launch& laun
   at += std::int64_t{launch.warps} * launch.stages * 8;
   plan.bytes = aligned(at, 128);
   return plan;
-}
-
-int blocks_that_fit(const CudaDeviceInfo& device, const Mamba2Launch& launch, int resident_warps) {
-  const auto shared_bytes = static_cast<std::size_t>(launch.shared.bytes);
-  if (shared_bytes > device.shared_per_block) return 0;
-  const std::size_t fit = device.shared_per_multiprocessor / (shared_bytes + kReservedPerBlock);
-  return static_cast<int>(std::min(fit, static_cast<std::size_t>(resident_warps / launch.warps)));
 }
 
 /// Cuts the step into runs: long enough to amortize what a run prepares, short enough that the last
@@ -93,8 +86,8 @@ std::string Mamba2CudaConfig::to_string() const {
 Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
                                               const CudaDeviceInfo& device,
                                               const Mamba2Tuning& tuning) {
-  if (p.groups > kMamba2MostInGrid) {
-    return unsupported(p.groups, " groups; a launch allows ", kMamba2MostInGrid);
+  if (p.groups > kMostInGrid) {
+    return unsupported(p.groups, " groups; a launch allows ", kMostInGrid);
   }
   // Tried in this order: the first with the wanted warps per multiprocessor wins, else the one with
   // most. A tile of fp32 is enough for a warp to have in flight while others work; a tile of
@@ -131,7 +124,8 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
     config.blocks_per_group = (launch.runs_per_group + launch.warps - 1) / launch.warps;
     config.blocks = config.blocks_per_group * p.groups * p.row_count;
     launch.shared = plan_shared(p, launch);
-    config.blocks_per_multiprocessor = blocks_that_fit(device, launch, wanted_warps);
+    config.blocks_per_multiprocessor =
+        blocks_that_fit(device, launch.shared.bytes, launch.warps, wanted_warps);
     least_bytes = std::min(least_bytes, launch.shared.bytes);
     const int warps = config.blocks_per_multiprocessor * launch.warps;
     if (warps > most_warps) {

@@ -18,7 +18,6 @@ namespace replayssm::cuda {
 inline constexpr int kMamba2MaxWarps = 4;
 inline constexpr int kMamba2MaxStages = 8;
 inline constexpr int kTileRows = 16;
-inline constexpr std::int64_t kMamba2MostInGrid = 65535;  // of a grid's second and third extent
 
 /// Where everything lies in a block's shared memory; byte offsets.
 struct Mamba2SharedPlan {

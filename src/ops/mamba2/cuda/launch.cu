@@ -1,9 +1,7 @@
 #include "ops/mamba2/cuda/launch.h"
 
-#include <algorithm>
-
 #include "cuda/operand_checks.h"
-#include "cuda/runtime.h"
+#include "cuda/step_launch.cuh"
 #include "ops/mamba2/cuda/kernels.h"
 
 namespace replayssm::cuda {
@@ -49,30 +47,8 @@ Mamba2KernelFunction find_kernel(const Mamba2CudaParams& p) {
 /// Launches what has been validated.
 Status launch_step(const Mamba2CudaParams& params, const Mamba2CudaConfig& config,
                    cudaStream_t stream) {
-  if (config.blocks == 0) return {};
-  const Mamba2KernelFunction kernel = find_kernel(params);
-  const Mamba2Launch& launch = config.launch;
-  if (launch.warps < 1 || launch.warps > kMamba2MaxWarps) {
-    return invalid_argument("warps per block is ", launch.warps, ", expected 1 to ",
-                            kMamba2MaxWarps);
-  }
-  // The device's limit, not this launch's need: the attribute is the kernel's, and another thread's
-  // launch may need more.
-  RSSM_RETURN_IF_ERROR(to_status(
-      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                           cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_limit),
-      "shared memory of the Mamba-2 step"));
-  Mamba2CudaParams slice = params;
-  for (std::int64_t first = 0; first < params.row_count; first += kMamba2MostInGrid) {
-    slice.rows = params.rows + first;
-    slice.row_count = std::min(kMamba2MostInGrid, params.row_count - first);
-    const dim3 grid(static_cast<unsigned>(config.blocks_per_group),
-                    static_cast<unsigned>(params.groups), static_cast<unsigned>(slice.row_count));
-    kernel<<<grid, static_cast<unsigned>(launch.warps * 32),
-             static_cast<std::size_t>(launch.shared.bytes), stream>>>(slice, launch);
-    RSSM_RETURN_IF_ERROR(to_status(cudaGetLastError(), "launch of the Mamba-2 step"));
-  }
-  return {};
+  return launch_step_kernel("Mamba-2 step", find_kernel(params), params, config, kMamba2MaxWarps,
+                            config.blocks_per_group, params.groups, stream);
 }
 
 }  // namespace
@@ -80,11 +56,7 @@ Status launch_step(const Mamba2CudaParams& params, const Mamba2CudaConfig& confi
 Status check_mamba2_support(const Mamba2CudaParams& p) {
   RSSM_RETURN_IF_ERROR(validate_geometry(p));
   if (find_kernel(p) == nullptr) {
-    return unsupported("no CUDA kernel for a ", to_string(p.checkpoint), " checkpoint with ",
-                       to_string(p.activation), " activations and read copy ",
-                       to_string(p.copy.format),
-                       "; there are f32/f32, f32/bf16 and bf16/bf16, with read copies f32/bf16 and "
-                       "bf16/bf16");
+    return no_step_kernel(p.checkpoint, p.activation, p.copy.format);
   }
   return {};
 }

@@ -1,0 +1,55 @@
+// What launching a recurrence's step has in common for all families.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/block_shape.h"
+#include "cuda/runtime.h"
+#include "cuda/warp.cuh"
+#include "replayssm/dtype.h"
+#include "replayssm/read_copy.h"
+
+namespace replayssm::cuda {
+
+/// The refusal of a combination of types for which there is no kernel.
+inline Status no_step_kernel(DType checkpoint, DType activation, ReadCopyFormat copy) {
+  return unsupported("no CUDA kernel for a ", to_string(checkpoint), " checkpoint with ",
+                     to_string(activation), " activations and read copy ", to_string(copy),
+                     "; there are f32/f32, f32/bf16 and bf16/bf16, with read copies f32/bf16 and "
+                     "bf16/bf16");
+}
+
+/// Launches a step's kernel over blocks (`blocks`, `groups`, rows), as many rows at a time as a
+/// grid takes. `Config`: a family's, whose launch has warps and shared.bytes.
+template <typename Params, typename Launch, typename Config>
+Status launch_step_kernel(const char* name, void (*kernel)(Params, Launch), const Params& params,
+                          const Config& config, int max_warps, std::int64_t blocks,
+                          std::int64_t groups, cudaStream_t stream) {
+  if (config.blocks == 0) return {};
+  const Launch& launch = config.launch;
+  if (launch.warps < 1 || launch.warps > max_warps) {
+    return invalid_argument("warps per block is ", launch.warps, ", expected 1 to ", max_warps);
+  }
+  // The device's limit, not this launch's need: the attribute is the kernel's, and another thread's
+  // launch may need more.
+  RSSM_RETURN_IF_ERROR(to_status(
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                           cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_limit),
+      name));
+  Params slice = params;
+  for (std::int64_t first = 0; first < params.row_count; first += kMostInGrid) {
+    slice.rows = params.rows + first;
+    slice.row_count = std::min(kMostInGrid, params.row_count - first);
+    const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(groups),
+                    static_cast<unsigned>(slice.row_count));
+    kernel<<<grid, static_cast<unsigned>(launch.warps * kWarpLanes),
+             static_cast<std::size_t>(launch.shared.bytes), stream>>>(slice, launch);
+    RSSM_RETURN_IF_ERROR(to_status(cudaGetLastError(), name));
+  }
+  return {};
+}
+
+}  // namespace replayssm::cuda
