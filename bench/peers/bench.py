@@ -70,8 +70,9 @@ class Bench:
 
     def kernels(self, case):
         """(name, mode, package, make) of everything that serves the case; ours first."""
+        import compiled_peers
+        import peers
         from ours import Ours
-        from peers import PEERS
 
         found = []
         modes = ["replay"]
@@ -88,12 +89,7 @@ class Bench:
                 return Ours(self.library, mode, case, parameters, layers, slots, self.device)
 
             found.append((f"ReplaySSM {mode}", mode.split(",")[0], "ours", make))
-        more = []
-        if self.arguments.flashinfer:
-            import flashinfer_peers
-
-            more = flashinfer_peers.PEERS
-        for peer in PEERS + more:
+        for peer in peers.PEERS + (compiled_peers.PEERS if self.cuda else []):
             if peer.fits(case):
 
                 def make(layers, slots, parameters, peer=peer):
@@ -154,10 +150,12 @@ class Bench:
         sets = [order[i : i + case.batch] for i in range(0, slots, case.batch)]
         kernel = make(layers, slots, parameters)
         try:
-            # Compiles, and loads.
+            # Compiles, tunes, and loads.
             kernel.begin(sets[0])
+            kernel.tune(operands[0])
             for layer in range(layers):
                 kernel.launch(layer, operands[layer])
+            kernel.finish()
             kernel.end([1] * case.batch)
             flush = kernel.spread(sets, operands, rng)
             times = []
@@ -169,6 +167,7 @@ class Bench:
                 try:
                     for layer in range(layers):
                         kernel.launch(layer, operands[layer])
+                    kernel.finish()
                 finally:
                     graph.capture_end()
                 times.append(self.replay(graph) / layers)
@@ -264,26 +263,6 @@ def chosen_cases(arguments):
     return [c for c in found if c.family in families and arguments.filter in c.label]
 
 
-def build_flashinfer(bench, cases):
-    try:
-        import flashinfer_peers
-
-        major = bench.torch.cuda.get_device_capability()[0]
-        started = time.monotonic()
-        built, errors, late = flashinfer_peers.build(
-            bench.peers, cases, major, bench.arguments.flashinfer
-        )
-        seconds = time.monotonic() - started
-        print(f"FlashInfer: {built} libraries in {seconds:.0f} s, {late} not in time", flush=True)
-    except Exception as error:  # noqa: BLE001
-        errors = [error]
-    for error in errors:
-        print(f"FlashInfer: {one_line(error)}", flush=True)
-        with open(bench.arguments.errors, "a", encoding="utf-8") as file:
-            file.write("==== building FlashInfer's kernels\n")
-            file.write("".join(traceback.format_exception(error)) + "\n")
-
-
 def work(arguments):
     bench = Bench(arguments)
     torch = bench.torch
@@ -305,8 +284,6 @@ def work(arguments):
     cases = chosen_cases(arguments)
     if bench.cuda:
         torch.cuda.set_stream(bench.stream)
-    if arguments.flashinfer and bench.cuda:
-        build_flashinfer(bench, cases)
     for case in cases:
         try:
             bench.case(case)
@@ -358,29 +335,79 @@ def drive(arguments):
                 file.write(json.dumps(entry) + "\n")
 
 
+def timed(found, case):
+    """Entries of a case that have a time, fastest first."""
+    rows = [e for e in found if e["case"] == case and "us" in e.get("result", {})]
+    return sorted(rows, key=lambda e: e["result"]["us"])
+
+
+def fastest(rows, replays):
+    """The first peer that replays, or that does not."""
+    fits = (e for e in rows if e["package"] != "ours" and (e["mode"] == "replay") == replays)
+    return next(fits, None)
+
+
+def summary(found, cases):
+    """Ours by replay beside the fastest peer of each kind."""
+    lines = [
+        "\n## Replay of ours beside the fastest peer\n",
+        "| case | us | fastest peer that does not replay | us | times as fast as it "
+        "| fastest peer that replays | us | times as fast as it |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for case in cases:
+        rows = timed(found, case)
+        ours = next((e for e in rows if e["kernel"] == "ReplaySSM replay"), None)
+        if ours is None:
+            continue
+        us = ours["result"]["us"]
+        line = f"| {case} | {us:.2f} |"
+        for peer in (fastest(rows, False), fastest(rows, True)):
+            if peer is None:
+                line += " - | - | - |"
+            else:
+                theirs = peer["result"]["us"]
+                line += f" {peer['kernel']} | {theirs:.2f} | {theirs / us:.2f} |"
+        lines.append(line)
+    return lines
+
+
 def table(found, cases):
     """Markdown: a table for each case."""
     lines = []
-    for label in cases:
-        rows = [e for e in found if e.get("case") == label and "result" in e]
-        rows = [e for e in rows if "us" in e["result"]]
+    for case in cases:
+        rows = timed(found, case)
         if not rows:
             continue
-        base = [e["result"]["us"] for e in rows if e["package"] != "ours" and e["mode"] != "replay"]
-        best = min(base, default=None)
-        lines += [f"\n## {label}\n"]
+        base = fastest(rows, False)
+        lines += [f"\n## {case}\n"]
         lines += [
-            "| kernel | mode | us | times faster than the fastest native peer "
+            "| kernel | mode | us | times as fast as the fastest peer that does not replay "
             "| rows that write the state | error |",
             "| --- | --- | --- | --- | --- | --- |",
         ]
-        for e in sorted(rows, key=lambda e: e["result"]["us"]):
+        for e in rows:
             r = e["result"]
-            speed = f"{best / r['us']:.2f}" if best else "-"
+            speed = f"{base['result']['us'] / r['us']:.2f}" if base else "-"
             lines.append(
                 f"| {e['kernel']} | {e['mode']} | {r['us']:.2f} | {speed} | {r['flush']:.3f} | "
                 f"{r['error']:.1e} |"
             )
+    return lines
+
+
+def remarks(found, text_of):
+    """A line for every kernel and text, with its cases where they are not all the kernel has."""
+    texts, cases = {}, {}
+    for e in found:
+        cases.setdefault(e["kernel"], []).append(e["case"])
+        text = text_of(e)
+        if text:
+            texts.setdefault((e["kernel"], text), []).append(e["case"])
+    lines = []
+    for (kernel, text), of in texts.items():
+        where = "" if len(of) == len(cases[kernel]) else f" ({'; '.join(of)})"
+        lines.append(f"* {kernel}{where}: {text}")
     return lines
 
 
@@ -406,26 +433,18 @@ def report(arguments, family):
         "phases of a long run, window 16, medians. Error: |y - reference| / |reference| against "
         "the recurrence in fp32, over a run from a zero state that crosses a flush; a kernel "
         f"beyond {1.5e-2} (f32 states) or {3e-2} is not timed. Cursors are kept outside of what "
-        "is timed, for all alike.",
+        "is timed, for all alike; a fold behind the last layer is timed.",
     ]
+    lines += summary(found, cases)
     lines += table(found, cases)
-    notes = {}
-    for e in found:
-        if "result" in e and e["result"].get("note"):
-            notes.setdefault((e["kernel"], e["result"]["note"]), []).append(e["case"])
+    found = [e for e in found if "start" not in e]
+    notes = remarks(found, lambda e: e.get("result", {}).get("note"))
     if notes:
-        lines += ["\n## Notes\n"]
-        lines += [f"* {k}: {note}" for k, note in dict.fromkeys(notes)]
-    failed = {}
-    for e in found:
-        if "failed" in e:
-            failed.setdefault((e["kernel"], e["failed"]), []).append(e["case"])
+        lines += ["\n## Notes\n", *notes]
     lines += ["\n## Not run, and why\n"]
-    lines += [f"* {k} ({'; '.join(c)}): {why}" for (k, why), c in failed.items()]
+    lines += remarks(found, lambda e: e.get("failed"))
     lines += [f"* {name}: {why}" for name, why in missing(family)]
-    if not arguments.flashinfer and family == "mamba2":
-        lines += ["* FlashInfer: compiled at run time, for minutes; not asked for (--flashinfer)"]
-    elif family != "mamba2":
+    if family != "mamba2":
         lines += [f"* FlashInfer: {FLASHINFER_DELTA}"]
     return "\n".join(lines) + "\n"
 
@@ -441,13 +460,6 @@ def main():
     parser.add_argument("--filter", default="", help="cases whose label contains it")
     parser.add_argument("--only", default="", help="kernels whose name contains it")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument(
-        "--flashinfer",
-        type=float,
-        default=0,
-        metavar="SECONDS",
-        help="compiles FlashInfer's kernels too, for so long at most",
-    )
     parser.add_argument("--device", default="cuda", help="cpu: small shapes, parity only")
     parser.add_argument("--limit", type=float, default=540, help="seconds, for everything")
     parser.add_argument("--commit", default="unknown")

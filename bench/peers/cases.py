@@ -39,7 +39,7 @@ class Case:
 
     @property
     def layers(self):
-        """Layers one step runs through: at least 400 MB of state between two uses of a slot."""
+        """Layers one step runs through: 400 MB of state between two uses of a slot, if 128 do."""
         return max(2, min(128, math.ceil(400e6 / (self.batch * self.state_bytes))))
 
     @property
@@ -78,7 +78,9 @@ def all_cases():
         cases += [delta(*shape, batch=256), delta(*shape, batch=256, tokens=4)]
     cases += [delta("gdn", 32, 16, batch=256, checkpoint=bf16)]
     for batch in (1, 8, 64):
-        cases += [delta("gdn", 32, 16, batch=batch)]
+        cases += [delta("gdn", 32, 16, batch=batch), delta("gdn", 32, 16, batch=batch, tokens=4)]
+    for batch in (1, 8):
+        cases += [delta("kda", 32, 32, batch=batch), delta("kda", 32, 32, batch=batch, tokens=4)]
     return cases
 
 
@@ -100,6 +102,30 @@ def small_cases():
     shapes += [("kda", "KDA 2", 2, 2, 64, 64)]
     f32 = torch.float32
     return [Case(*s, batch=2, tokens=t, activation=f32) for s in shapes for t in (1, 4)]
+
+
+def long_run(total, tokens, after, rng):
+    """`total` pairs of live records and tokens accepted next, as often as in a long run, in random
+    order. after(live, accepted): the live records a step later. Counts are even in 1..tokens."""
+    share = {0: 1.0}
+    for _ in range(1000):
+        moved = {}
+        for live, p in share.items():
+            for accepted in range(1, tokens + 1):
+                there = after(live, accepted)
+                moved[there] = moved.get(there, 0.0) + p / tokens
+        # Half of it stays, or one token's period would never settle.
+        share = {k: 0.5 * (share.get(k, 0.0) + moved.get(k, 0.0)) for k in share | moved}
+    pairs = [(k, a, share[k] / tokens) for k in sorted(share) for a in range(1, tokens + 1)]
+    found, reached = [], 0.0
+    for live, accepted, p in pairs:
+        reached += p
+        # Ends are rounded, so that shares of 1/16 meet sets of 16.
+        while len(found) < total and (len(found) + 0.5) / total < reached + 1e-9:
+            found.append((live, accepted))
+    found += found[-1:] * (total - len(found))
+    rng.shuffle(found)
+    return found
 
 
 class Parameters:

@@ -5,7 +5,7 @@ Wheels are zip files. Where the package index serves byte ranges only the wanted
 elsewhere pip downloads the whole wheel to a temporary folder. The index, its certificate and its
 credentials are pip's own. Standard library and pip only.
 
-  python3 bench/peers/fetch.py [--out .peers] [--only vllm,sglang,fla,flashinfer]
+  python3 bench/peers/fetch.py [--out .peers] [--only vllm,sglang,fla,flashinfer,tvm_ffi]
 """
 
 import argparse
@@ -86,6 +86,10 @@ PACKAGES = {
                 SGLANG + "linear/fused_recurrent_linear_replayssm.py",
                 SGLANG + "linear/gdn_replayssm_spec_decode.py",
                 SGLANG + "linear/fused_sigmoid_gating_recurrent.py",
+                SGLANG + "linear/kda_replayssm_spec_decode.py",
+                "sglang/kernels/jit/csrc/attention/kda_packed_decode.cuh",
+                "sglang/kernels/jit/include/sgl_kernel/*",
+                "!sglang/kernels/jit/include/sgl_kernel/*/*",
                 "*.dist-info/licenses/LICENSE",
             ],
         )
@@ -114,8 +118,9 @@ PACKAGES = {
                 "!*/cutlass/experimental/*",
             ],
         ),
-        ("apache-tvm-ffi", "0.1.15", ["tvm_ffi/*", "*.dist-info/*"]),
     ],
+    # What loads compiled libraries of both.
+    "tvm_ffi": [("apache-tvm-ffi", "0.1.15", ["tvm_ffi/*", "*.dist-info/*"])],
 }
 
 
@@ -321,7 +326,7 @@ def fetch(client, package, version, patterns, python, out):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=REPOSITORY / ".peers")
-    parser.add_argument("--only", default="vllm,sglang,fla", help="peers; flashinfer is opt-in")
+    parser.add_argument("--only", default="vllm,sglang,fla", help="the rest has to be compiled")
     parser.add_argument("--python", default="3.12", help="Python of the machine that will run them")
     arguments = parser.parse_args()
     client = Client()

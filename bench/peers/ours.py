@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from cases import WINDOW
+from cases import WINDOW, long_run
 from stubs import PeerMissing
 
 SCALARS = {
@@ -144,7 +144,12 @@ class Ours:
         if mode == "replay, fast flush":
             options.flush = h.RSSM_FLUSH_FAST
         pool = ctypes.c_void_p()
-        library.call("rssm_pool_create", ctypes.byref(options), ctypes.byref(pool))
+        try:
+            library.call("rssm_pool_create", ctypes.byref(options), ctypes.byref(pool))
+        except RuntimeError as error:
+            if mode == "replay, fast flush":
+                raise PeerMissing(str(error)) from error
+            raise
         self.pool = pool
         if case.family == "mamba2":
             a = parameters.a.float().cpu().contiguous()
@@ -256,31 +261,48 @@ class Ours:
         )
         return cursor
 
+    def finish(self):
+        """Nothing follows the layers' launches."""
+
+    def tune(self, operands):
+        pass
+
+    def path(self, live, target, rng):
+        """Accepted counts that take a slot through a flush to `target` live records."""
+        tokens, counts = self.case.tokens, []
+        while live + tokens <= WINDOW:
+            counts.append(rng.randint(1, tokens))
+            live += counts[-1]
+        # The next step flushes; what it accepts is live then.
+        counts.append((target - 1) % tokens + 1)
+        return counts + [tokens] * ((target - 1) // tokens)
+
     def spread(self, sets, operands, rng):
         """Takes every slot to the phase of a long run; the share of rows that will flush."""
         if self.mode == "plain":
             return 1.0
-        tokens, flushes = self.case.tokens, 0
+        tokens = self.case.tokens
         total = sum(len(s) for s in sets)
-        order = rng.sample(range(total), total)
-        for number, slots in enumerate(sets):
-            base = number * len(slots)
-            # Slot i takes tokens until it has had 2 L - start, however many it has had before.
-            starts = [
-                order[base + i] % WINDOW + self.cursor(slot).position
-                for i, slot in enumerate(slots)
-            ]
-            for step in range(2 * WINDOW):
-                active = [step >= start for start in starts] if tokens == 1 else None
-                if tokens > 1 and step >= 16:
-                    break
-                self.begin(slots, active)
+
+        def after(live, accepted):
+            return accepted if live + tokens > WINDOW else live + accepted
+
+        targets = iter(long_run(total, tokens, after, rng))
+        flushes = 0
+        for slots in sets:
+            paths = []
+            for slot in slots:
+                cursor, target = self.cursor(slot), next(targets)[0]
+                flushes += target + tokens > WINDOW
+                paths.append(self.path(cursor.position - cursor.checkpoint_position, target, rng))
+            steps = max(len(path) for path in paths)
+            for step in range(steps):
+                # A shorter path begins later.
+                at = [step - steps + len(path) for path in paths]
+                self.begin(slots, [i >= 0 for i in at])
                 for layer in range(self.layers):
                     self.launch(layer, operands[layer])
-                self.end([rng.randint(1, tokens) for _ in slots])
-            for slot in slots:
-                cursor = self.cursor(slot)
-                flushes += cursor.position - cursor.checkpoint_position + tokens > WINDOW
+                self.end([path[i] if i >= 0 else 0 for i, path in zip(at, paths, strict=True)])
         return flushes / total
 
     def explain(self):

@@ -1,13 +1,14 @@
 """The peers' kernels behind one face: begin a step for some slots, launch a layer, end it.
 
 mode: plain (one token, the state read and written), native verify (T tokens, a state kept for every
-token), replay (records, the state written at flushes). Cursors are the engine's to keep with all of
-these; they are set between steps and are not part of what is timed, nor are ours.
+token), fold per step (T tokens recorded, the accepted ones folded into the state behind the step),
+replay (records of many steps, the state written at flushes). Cursors are the engine's to keep with
+all of these; they are set between steps and are not part of what is timed, nor are ours.
 """
 
 import torch
 
-from cases import WINDOW
+from cases import WINDOW, long_run
 from stubs import PeerMissing
 
 # What no released package has, for the log.
@@ -22,15 +23,15 @@ NOT_RELEASED = [
     ("gdn", "vLLM replay, verify", "not in vLLM 0.33.0; PR #49887"),
     ("kda", "vLLM replay", "not in vLLM 0.33.0, and no PR known"),
     (
-        "kda",
-        "SGLang kda_packed_decode (CUDA, taken for batches of 8 and more)",
-        "built by the package's own compiler driver; the Triton kernel behind it is timed",
+        "gdn",
+        "vLLM fused_gdn_decode_post_conv_mtp (CUDA, its verify kernel where the model allows)",
+        "compiled into the package's one extension module; the Triton kernel beside it is timed",
     ),
     (
         "kda",
         "SGLang replay, verify",
-        "SGLang 0.5.23 keeps records only until the step's commit and writes the state then: no "
-        "output is computed from records",
+        "SGLang 0.5.23 keeps records only until the step's commit and writes the state then (fold "
+        "per step): no output is computed from records of earlier steps",
     ),
     ("gdn", "flash-linear-attention replay", "fla-core 0.6.0 has none"),
     ("kda", "flash-linear-attention replay", "fla-core 0.6.0 has none"),
@@ -59,19 +60,16 @@ class Peer:
         self.slots = slots
         self.accepted_before = torch.ones(slots, dtype=torch.int32, device=device)
         self.import_kernels(peers)
-        self.states = [self.new_state() for _ in range(layers)]
+        # (layers, slots + 1, heads, P, N): place 0 is what some kernels take for padding.
+        places = slots * self.states_per_slot() + 1
+        shape = (layers, places, case.heads, case.value_dim, case.key_dim)
+        self.states = torch.zeros(shape, dtype=case.checkpoint, device=device)
         self.setup()
-
-    def new_state(self):
-        """(slots + 1, heads, P, N): place 0 is what some kernels take for padding."""
-        case = self.case
-        shape = (self.slots * self.states_per_slot() + 1, case.heads, case.value_dim, case.key_dim)
-        return torch.zeros(shape, dtype=case.checkpoint, device=self.device)
 
     def rings(self, dtype, *shape):
         """A ring for every place of every layer."""
-        shape = (self.slots + 1, *shape)
-        return [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(self.layers)]
+        shape = (self.layers, self.slots + 1, *shape)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def states_per_slot(self):
         return 1
@@ -90,6 +88,12 @@ class Peer:
     def prepare_step(self):
         pass
 
+    def finish(self):
+        """Launches what follows the last layer, once per step, and is part of what is timed."""
+
+    def tune(self, operands):
+        """Lets a kernel find its launch shape, as its engine does when it starts."""
+
     def end(self, accepted):
         counts = torch.tensor(accepted, dtype=torch.int32, device=self.device)
         self.commit(counts)
@@ -101,12 +105,10 @@ class Peer:
     def randomize(self):
         """States and records of ordinary magnitude: time must not be that of zeros."""
         for name, value in vars(self).items():
-            tensors = value if isinstance(value, list) else [value]
-            for tensor in tensors:
-                if name in self.random and isinstance(tensor, torch.Tensor):
-                    tensor.uniform_(-0.5, 0.5)
+            if name in self.random:
+                value.uniform_(-0.5, 0.5)
 
-    random = ("states", "rings_x", "rings_b", "rings_d", "rings_k", "rings_v", "rings_kr")
+    random = ("states", "rings_x", "rings_b", "rings_d", "rings_k", "rings_v")
 
     def spread(self, sets, operands, rng):
         self.randomize()
@@ -116,11 +118,15 @@ class Peer:
         self.accepted_before.random_(1, self.case.tokens + 1)
         return 1.0
 
-    def phases(self, sets, rng):
-        """A place in the window for every slot, as evenly as their number allows."""
-        total = sum(len(s) for s in sets)
-        order = rng.sample(range(total), total)
-        return torch.tensor([o % WINDOW for o in order], dtype=torch.int32, device=self.device)
+    def phases(self, after, rng):
+        """Live records and the counts accepted next for every slot; see long_run."""
+        found = long_run(self.slots, self.case.tokens, after, rng)
+        return torch.tensor(found, dtype=torch.int32, device=self.device).T.contiguous()
+
+    def spread_windows(self, rng):
+        """Cursors of kernels that fold a window with the token that fills it."""
+        self.cursor.copy_(self.phases(lambda live, _: (live + 1) % WINDOW, rng)[0])
+        return (self.cursor == WINDOW - 1).float().mean().item()
 
     def check(self):
         pass
@@ -244,10 +250,8 @@ class VllmMambaReplay(VllmMamba):
         self.cursor[self.index] = (self.write_pos + 1) % WINDOW
 
     def spread_cursors(self, sets, rng):
-        for ring in self.rings_dt:
-            ring.uniform_(0.01, 0.4)
-        self.cursor.copy_(self.phases(sets, rng))
-        return (self.cursor == WINDOW - 1).float().mean().item()
+        self.rings_dt.uniform_(0.01, 0.4)
+        return self.spread_windows(rng)
 
     def explain(self):
         return "two launches"
@@ -426,11 +430,16 @@ class SglangVerify(Delta):
             cu_seqlens=self.starts,
             is_kda=self.case.family == "kda",
             disable_state_update=True,
-            intermediate_states_buffer=self.snapshots[layer],
-            intermediate_state_indices=self.rows,
             cache_steps=self.case.tokens,
+            **self.outputs(layer),
         )
         return y.reshape(o.y.shape)
+
+    def outputs(self, layer):
+        return dict(
+            intermediate_states_buffer=self.snapshots[layer],
+            intermediate_state_indices=self.rows,
+        )
 
     def commit(self, accepted):
         at = (self.rows.long(), accepted.long() - 1)
@@ -448,9 +457,9 @@ class SglangReplay(Delta):
 
     def setup(self):
         case = self.case
-
-        self.rings_d = self.rings(case.activation, case.heads, WINDOW, case.value_dim)
-        self.rings_k = self.rings(case.activation, case.groups, WINDOW, case.key_dim)
+        # Its pool gives these records the state's type.
+        self.rings_d = self.rings(case.checkpoint, case.heads, WINDOW, case.value_dim)
+        self.rings_k = self.rings(case.checkpoint, case.groups, WINDOW, case.key_dim)
         channels = (case.key_dim,) if case.family == "kda" else ()
         self.rings_g = self.rings(torch.float32, case.heads, WINDOW, *channels)
         self.cursor = torch.zeros(self.slots, dtype=torch.int32, device=self.device)
@@ -482,70 +491,156 @@ class SglangReplay(Delta):
         self.cursor[self.index] = (self.write_pos + 1) % WINDOW
 
     def spread_cursors(self, sets, rng):
-        for ring in self.rings_g:
-            ring.uniform_(-0.4, -0.01)
-        self.cursor.copy_(self.phases(sets, rng))
-        return (self.cursor == WINDOW - 1).float().mean().item()
+        self.rings_g.uniform_(-0.4, -0.01)
+        return self.spread_windows(rng)
+
+
+class SglangFold(SglangVerify):
+    """The verify kernel records its inputs; behind the step one launch folds what was accepted."""
+
+    name = "SGLang fused_sigmoid_gating_delta_rule_update, records and fold"
+    mode, families, checkpoints = "fold per step", ("kda",), (torch.float32,)
+    note = "the fold of all layers is timed with them"
+
+    def import_kernels(self, peers):
+        super().import_kernels(peers)
+        module = peers.get("sglang", SGLANG + "linear.kda_replayssm_spec_decode")
+        self.fold = module.commit_kda_replayssm_spec_all_layers
+
+    def setup(self):
+        case = self.case
+        self.rings_v = self.rings(case.activation, case.heads, WINDOW, case.value_dim)
+        self.rings_k = self.rings(case.activation, case.groups, WINDOW, case.key_dim)
+        self.rings_g = self.rings(torch.float32, case.heads, WINDOW, case.key_dim)
+        self.rings_beta = self.rings(torch.float32, case.heads, WINDOW)
+        self.starts = torch.arange(case.batch + 1, dtype=torch.int32, device=self.device)
+        self.starts *= case.tokens
+
+    def outputs(self, layer):
+        return dict(
+            intermediate_states_buffer=None,
+            cache_ring=True,
+            replayssm_rawv=self.rings_v[layer],
+            replayssm_rawk=self.rings_k[layer],
+            replayssm_g=self.rings_g[layer],
+            replayssm_beta=self.rings_beta[layer],
+        )
+
+    def prepare_step(self):
+        self.before = self.accepted_before[self.index]
+
+    def finish(self):
+        self.commit(self.before)
+
+    def commit(self, accepted):
+        self.fold(
+            checkpoint_state=self.states,
+            rawv_cache=self.rings_v,
+            rawk_cache=self.rings_k,
+            gk_cache=self.rings_g,
+            beta_cache=self.rings_beta,
+            ssm_state_indices=self.places,
+            accept_lens=accepted,
+            max_cache_len=WINDOW,
+            num_k_heads=self.case.groups,
+        )
+
+
+class NoLaunch:
+    """Stands in for a kernel that only moves cursors."""
+
+    def __getitem__(self, grid):
+        return lambda *_, **__: None
 
 
 class SglangReplayVerify(Delta):
+    """As the engine runs it: one launch per layer, and behind the step one that folds, in all
+    layers, the windows with no room for another two steps."""
+
     name, package = "SGLang gdn_replayssm_spec_decode", "sglang"
     mode, tokens, families = "replay", "many", ("gdn",)
-    note = "three launches: exact fold, verify, outputs of flushed rows"
+    note = "the fold of all layers is timed with them"
 
     def import_kernels(self, peers):
-        module = peers.get("sglang", SGLANG + "linear.gdn_replayssm_spec_decode")
-        self.kernel = module.gdn_replayssm_spec_decode
-        self.advance = module.commit_gdn_replayssm_spec
+        self.module = peers.get("sglang", SGLANG + "linear.gdn_replayssm_spec_decode")
+        self.finish_cursors = self.module._finish_gdn_replayssm_circular_fold_kernel
 
     def setup(self):
         case, places = self.case, self.slots + 1
-
         self.rings_d = self.rings(case.activation, case.heads, WINDOW, case.value_dim)
         self.rings_k = self.rings(case.activation, case.groups, WINDOW, case.key_dim)
         self.rings_g = self.rings(torch.float32, case.heads, WINDOW)
-        self.rings_v = self.rings(case.activation, case.heads, WINDOW, case.value_dim)
-        self.rings_kr = self.rings(case.activation, case.groups, WINDOW, case.key_dim)
-        self.rings_beta = self.rings(torch.float32, case.heads, WINDOW)
-        self.write_pos = torch.zeros(places, dtype=torch.int32, device=self.device)
-        self.cache_base = torch.zeros(places, dtype=torch.int32, device=self.device)
-        self.is_flush = torch.zeros(places, dtype=torch.int8, device=self.device)
+        # What the records' type leaves of deltas and keys.
+        self.rest_d, self.rest_k = torch.zeros_like(self.rings_d), torch.zeros_like(self.rings_k)
+
+        def cursors(dtype):
+            return torch.zeros(places, dtype=dtype, device=self.device)
+
+        self.write_pos, self.is_flush = cursors(torch.int32), cursors(torch.int8)
+        self.cache_base = cursors(torch.int32)
+        # What the fold behind the step finds, where the step itself is repeated.
+        self.next_pos, self.next_flush = cursors(torch.int32), cursors(torch.int8)
         self.starts = torch.arange(case.batch + 1, dtype=torch.int32, device=self.device)
         self.starts *= case.tokens
 
     def launch(self, layer, o):
-        self.kernel(
-            o.q_packed,
-            o.k_packed,
-            o.v_packed,
-            o.a,
-            o.b,
-            self.p.a_log,
-            self.p.dt_bias,
-            self.states[layer],
-            self.rings_d[layer],
-            self.rings_k[layer],
-            self.rings_g[layer],
-            self.rings_v[layer],
-            self.rings_kr[layer],
-            self.rings_beta[layer],
-            o.y,
-            self.starts,
-            self.places,
-            self.places,
-            self.write_pos,
-            self.cache_base,
-            self.is_flush,
-            WINDOW,
-            self.case.tokens,
+        self.module.gdn_replayssm_spec_decode(
+            q=o.q_packed,
+            k=o.k_packed,
+            v=o.v_packed,
+            a=o.a,
+            b=o.b,
+            A_log=self.p.a_log,
+            dt_bias=self.p.dt_bias,
+            checkpoint_state=self.states[layer],
+            d_cache=self.rings_d[layer],
+            k_cache=self.rings_k[layer],
+            g_cache=self.rings_g[layer],
+            rawv_cache=self.rest_d[layer],
+            rawk_cache=self.rest_k[layer],
+            beta_cache=None,
+            out=o.y,
+            query_start_loc=self.starts,
+            ssm_state_indices=self.places,
+            replay_indices=self.places,
+            write_pos=self.write_pos,
+            cache_base=self.cache_base,
+            is_flush=self.is_flush,
+            max_cache_len=WINDOW,
+            max_spec_len=self.case.tokens,
             scale=self.scale,
             use_qk_l2norm_in_kernel=True,
             null_block_id=0,
+            launch_mode="verify",
         )
         return o.y
 
+    def fold(self, write_pos, is_flush, accepted):
+        self.module.commit_gdn_replayssm_circular(
+            checkpoint_state=self.states,
+            d_cache=self.rings_d,
+            k_cache=self.rings_k,
+            g_cache=self.rings_g,
+            d_residual_cache=self.rest_d,
+            k_residual_cache=self.rest_k,
+            state_batch_indices=self.places,
+            replay_indices=self.places,
+            write_pos=write_pos,
+            cache_base=self.cache_base,
+            is_flush=is_flush,
+            accept_lens=accepted,
+            null_block_id=0,
+        )
+
+    def finish(self):
+        self.module._finish_gdn_replayssm_circular_fold_kernel = NoLaunch()
+        try:
+            self.fold(self.next_pos, self.next_flush, self.accepted_before)
+        finally:
+            self.module._finish_gdn_replayssm_circular_fold_kernel = self.finish_cursors
+
     def commit(self, accepted):
-        self.advance(
+        self.module.commit_gdn_replayssm_spec(
             self.write_pos,
             self.cache_base,
             self.is_flush,
@@ -555,21 +650,21 @@ class SglangReplayVerify(Delta):
             self.case.tokens,
             null_block_id=0,
         )
+        self.fold(self.write_pos, self.is_flush, accepted)
 
     def spread_cursors(self, sets, rng):
-        for ring in self.rings_g:
-            ring.uniform_(-0.4, -0.01)
-        for ring in self.rings_beta:
-            ring.uniform_(0.1, 0.9)
-        tokens = self.case.tokens
-        for slots in sets:
-            self.begin(slots)
-            for _ in range(24):
-                counts = torch.tensor(
-                    [rng.randint(1, tokens) for _ in slots], dtype=torch.int32, device=self.device
-                )
-                self.commit(counts)
-        return self.is_flush[1:].float().mean().item()
+        self.rings_g.uniform_(-0.4, -0.01)
+        self.cache_base.random_(0, WINDOW)
+        room = WINDOW - 2 * self.case.tokens
+
+        def after(live, accepted):
+            return 0 if live + accepted > room else live + accepted
+
+        live, accepted = self.phases(after, rng)
+        self.write_pos[1:] = live
+        self.next_pos[1:] = live + accepted
+        self.next_flush[1:] = (live + accepted > room).to(torch.int8)
+        return self.next_flush[1:].float().mean().item()
 
 
 class FlaGdn(Delta):
@@ -659,6 +754,7 @@ PEERS = [
     VllmKdaVerify,
     SglangPlain,
     SglangVerify,
+    SglangFold,
     SglangReplay,
     SglangReplayVerify,
     FlaGdn,

@@ -126,10 +126,13 @@ class Peers:
             found.update(json.loads(path.read_text()))
         return found
 
-    def get(self, peer, name):
+    def enter(self, peer):
         if peer not in self.ready:
             getattr(self, "prepare_" + peer)(self.path(peer))
             self.ready.add(peer)
+
+    def get(self, peer, name):
+        self.enter(peer)
         found = importlib.import_module(name)
         if os.environ.get("TRITON_INTERPRET") == "1":
             interpretable(found)
@@ -180,7 +183,7 @@ class Peers:
         release = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:3])
         module("sglang.srt.utils.common", torch_release=release)
         module("sglang.kernels.jit.utils", is_arch_support_pdl=lambda: major >= 9)
-        # The CUDA kernel in front of the Triton one is built by the package's own compiler driver.
+        # The CUDA kernel in front of the Triton one is a peer of its own.
         module("sglang.kernels.ops.attention.kda_packed_decode", covered=lambda *_: False)
 
     def prepare_fla(self, path):
@@ -189,8 +192,13 @@ class Peers:
         versions = json.loads((path / "versions.json").read_text())
         sys.modules["fla"].__version__ = versions["fla-core"]
 
+    def prepare_tvm_ffi(self, path):
+        sys.path.insert(0, str(path))
+
     def prepare_flashinfer(self, path):
-        sys.path.insert(0, str(path))  # tvm_ffi, and its own metadata
+        self.enter("tvm_ffi")
+        sys.path.insert(0, str(path))  # its metadata
+        os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", str(self.root / "build"))
         for name in ("jit", "mamba", "fused_moe", "trace.templates"):
             name = "flashinfer." + name
             package(name, path / name.replace(".", "/"))

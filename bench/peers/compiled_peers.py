@@ -1,21 +1,41 @@
-"""FlashInfer's Mamba-2 kernels. Its package compiles them at run time with nvcc and ninja, one
-library for every combination of types, sizes and window, which takes minutes: --flashinfer asks for
-them, and `build` compiles all that a run needs side by side."""
+"""The peers' kernels in CUDA C++: FlashInfer's for Mamba-2, SGLang's for KDA.
 
-import concurrent.futures
+Their packages compile them at run time. Here compile.py does, ahead of time and without a GPU: one
+library for every combination of types, sizes and window, each of which takes minutes. What it has
+not compiled is missing.
+"""
+
 import importlib
 
 import torch
 
 from cases import WINDOW
-from peers import VllmMamba
+from peers import Delta, VllmMamba
+from stubs import PeerMissing
 
 MODULE = "flashinfer.mamba."
+NOT_COMPILED = "not compiled: run bench/peers/compile.py"
+# Blocks per multiprocessor among which FlashInfer's autotuner chooses; all of 1 to 32 take seconds.
+BLOCKS_PER_SM = (2, 3, 4, 5, 6, 8, 16)
+
+
+# ---- FlashInfer ----
 
 
 class Flashinfer(VllmMamba):
     package = "flashinfer"
     families = ("mamba2",)
+    file = ""
+
+    def import_kernels(self, peers):
+        self.module = peers.get("flashinfer", MODULE + self.file)
+        if not self.spec(self.case).is_aot:
+            raise PeerMissing(NOT_COMPILED)
+
+    @classmethod
+    def spec(cls, case):
+        """What compiles the library: a JitSpec of FlashInfer's."""
+        raise NotImplementedError
 
     def setup(self):
         super().setup()
@@ -33,19 +53,18 @@ class Flashinfer(VllmMamba):
 
 class FlashinferPlain(Flashinfer):
     name = "FlashInfer selective_state_update"
-
-    def import_kernels(self, peers):
-        self.kernel = peers.get("flashinfer", MODULE + "selective_state_update")
+    file = "selective_state_update"
 
     @classmethod
-    def job(cls, peers, case, major):
-        module = peers.get("flashinfer", MODULE + "selective_state_update")
+    def spec(cls, case):
+        gen = importlib.import_module("flashinfer.jit.mamba.selective_state_update")
         half, index = case.activation, torch.int32
-        key = (case.checkpoint, half, half, torch.float32, index, case.value_dim, case.key_dim)
-        return module._get_module, (*key, case.tokens, index, torch.int64, major, None, 0)
+        key = (case.checkpoint, half, half, torch.float32, index, None, case.value_dim)
+        key += (case.key_dim, case.tokens, index, torch.int64)
+        return gen.gen_selective_state_update_sm90_module(*key)
 
     def launch(self, layer, o):
-        self.kernel.selective_state_update(**self.common(layer, o), pad_slot_id=0)
+        self.module.selective_state_update(**self.common(layer, o), pad_slot_id=0)
         return o.y
 
 
@@ -68,7 +87,7 @@ class FlashinferVerify(FlashinferPlain):
         for name in ("x", "B", "C", "out"):
             arguments[name] = self.rows(arguments[name])
         arguments["dt"] = self.rows(o.dt)[..., None].expand(-1, -1, -1, self.case.value_dim)
-        self.kernel.selective_state_update(
+        self.module.selective_state_update(
             **arguments,
             pad_slot_id=0,
             disable_state_update=True,
@@ -86,19 +105,16 @@ class FlashinferVerify(FlashinferPlain):
 
 class FlashinferReplay(Flashinfer):
     name, mode, tokens = "FlashInfer checkpointing_ssu", "replay", "any"
-
-    def import_kernels(self, peers):
-        self.kernel = peers.get("flashinfer", MODULE + "checkpointing_ssu").checkpointing_ssu
+    file = "checkpointing_ssu"
 
     @classmethod
-    def job(cls, peers, case, major):
-        peers.get("flashinfer", MODULE + "checkpointing_ssu")
+    def spec(cls, case):
         gen = importlib.import_module("flashinfer.jit.mamba.checkpointing_ssu")
         half, full = case.activation, torch.float32
         key = (case.checkpoint, half, half, half, full, torch.int32, None)
         key += (case.value_dim, case.key_dim, case.tokens, WINDOW)
         key += (case.heads // case.groups, case.groups, 0, False)
-        return (lambda *k: gen.gen_checkpointing_ssu_module(*k).build_and_load()), key
+        return gen.gen_checkpointing_ssu_module(*key)
 
     def setup(self):
         super().setup()
@@ -119,8 +135,26 @@ class FlashinferReplay(Flashinfer):
             cb_old=scratch(case.activation, 32, WINDOW // 2),
         )
 
+    def tuner(self, tune):
+        autotuner = importlib.import_module("flashinfer.autotuner")
+        return autotuner.autotune(tune, tuning_buckets=(self.case.batch,))
+
+    def tune(self, operands):
+        self.module._CTA_PER_SM_CANDIDATES = BLOCKS_PER_SM
+        try:
+            with self.tuner(True):
+                self.call(0, operands)
+            self.note = "launch shape by FlashInfer's autotuner"
+        except Exception as error:  # noqa: BLE001  (its default is a launch shape too)
+            self.note = f"default launch shape, its autotuner having failed: {error!r}"
+
     def launch(self, layer, o):
-        self.kernel(
+        with self.tuner(False):
+            self.call(layer, o)
+        return o.y
+
+    def call(self, layer, o):
+        self.module.checkpointing_ssu(
             self.states[layer],
             self.rings_x[layer],
             self.rings_b[layer],
@@ -140,7 +174,6 @@ class FlashinferReplay(Flashinfer):
             pad_slot_id=0,
             **self.scratch,
         )
-        return o.y
 
     def commit(self, accepted):
         at = self.places.long()
@@ -151,35 +184,60 @@ class FlashinferReplay(Flashinfer):
         self.live[at] = torch.where(flushes, accepted, self.live[at] + accepted)
 
     def spread_cursors(self, sets, rng):
-        for ring in self.rings_dt:
-            ring.uniform_(0.01, 0.4)
+        self.rings_dt.uniform_(0.01, 0.4)
+        self.start.random_(0, WINDOW + self.case.tokens)
         tokens = self.case.tokens
-        if tokens == 1:
-            self.live[1:] = self.phases(sets, rng) + 1
-        else:
-            for slots in sets:
-                self.begin(slots)
-                for _ in range(24):
-                    counts = [rng.randint(1, tokens) for _ in slots]
-                    self.commit(torch.tensor(counts, dtype=torch.int32, device=self.device))
+
+        def after(live, accepted):
+            return accepted if live + tokens > WINDOW else live + accepted
+
+        self.live[1:] = self.phases(after, rng)[0]
         return (self.live[1:] + tokens > WINDOW).float().mean().item()
 
 
-PEERS = [FlashinferPlain, FlashinferVerify, FlashinferReplay]
+# ---- SGLang ----
 
 
-def build(peers, cases, major, seconds):
-    """Compiles what the cases need, side by side; says what came of each. A failure is the kernel's
-    own when its turn comes."""
-    jobs = {}
-    for case in cases:
-        for peer in PEERS:
-            if peer.fits(case):
-                function, key = peer.job(peers, case, major)
-                jobs[(peer.job.__qualname__, key)] = (function, key)
-    pool = concurrent.futures.ThreadPoolExecutor(max(1, len(jobs)))
-    futures = [pool.submit(function, *key) for function, key in jobs.values()]
-    done, late = concurrent.futures.wait(futures, timeout=seconds)
-    pool.shutdown(wait=False, cancel_futures=True)
-    errors = [f.exception() for f in done if f.exception() is not None]
-    return len(done) - len(errors), errors, len(late)
+class SglangCuda(Delta):
+    """What the packed decode becomes for batches of 8 and more."""
+
+    name, package, families = "SGLang kda_packed_decode (CUDA)", "sglang", ("kda",)
+    checkpoints = (torch.float32,)
+    source = "sglang/kernels/jit/csrc/attention/kda_packed_decode.cuh"
+    exported = "sglang::KdaPackedDecodeKernel<8, true>::run"
+
+    @classmethod
+    def fits(cls, case):
+        return super().fits(case) and case.batch >= 8
+
+    @staticmethod
+    def library(peers):
+        return peers.path("sglang") / "kda_packed_decode.so"
+
+    def import_kernels(self, peers):
+        peers.enter("sglang")
+        library = self.library(peers)
+        if not library.exists():
+            raise PeerMissing(NOT_COMPILED)
+        peers.enter("tvm_ffi")
+        self.run = importlib.import_module("tvm_ffi").load_module(str(library)).run
+
+    def launch(self, layer, o):
+        self.run(
+            o.mixed,
+            o.a.flatten(1),
+            o.b,
+            self.p.a_log,
+            self.p.dt_bias.flatten(),
+            o.y,
+            self.states[layer],
+            self.places,
+            self.scale,
+            0.0,
+            False,
+            self.case.groups,
+        )
+        return o.y
+
+
+PEERS = [FlashinferPlain, FlashinferVerify, FlashinferReplay, SglangCuda]
