@@ -150,9 +150,8 @@ class Bench:
         sets = [order[i : i + case.batch] for i in range(0, slots, case.batch)]
         kernel = make(layers, slots, parameters)
         try:
-            # Compiles, tunes, and loads.
+            # Compiles, and loads.
             kernel.begin(sets[0])
-            kernel.tune(operands[0])
             for layer in range(layers):
                 kernel.launch(layer, operands[layer])
             kernel.finish()
@@ -161,27 +160,29 @@ class Bench:
             times = []
             for slots_of_set in sets:
                 kernel.begin(slots_of_set)
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(capture_error_mode="relaxed")
-                try:
-                    for layer in range(layers):
-                        kernel.launch(layer, operands[layer])
-                    kernel.finish()
-                finally:
-                    graph.capture_end()
-                times.append(self.replay(graph) / layers)
+                if not times:
+                    kernel.tune(lambda: self.step(kernel, operands, 3))
+                times.append(self.step(kernel, operands, 5 if self.arguments.quick else 9))
                 kernel.end([1] * case.batch)
                 torch.cuda.synchronize()
-                del graph
             kernel.check()
             return statistics.mean(times), flush, kernel.explain()
         finally:
             kernel.close()
 
-    def replay(self, graph):
+    def step(self, kernel, operands, count):
+        """Microseconds of one layer: the median of `count` replays of a step's launches."""
         torch, times = self.torch, []
-        for i in range(-2, 5 if self.arguments.quick else 9):
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="relaxed")
+        try:
+            for layer, o in enumerate(operands):
+                kernel.launch(layer, o)
+            kernel.finish()
+        finally:
+            graph.capture_end()
+        for i in range(-2, count):
             begin = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
             torch.cuda._sleep(400_000)  # the graph's launch hides behind it
@@ -191,7 +192,7 @@ class Bench:
             end.synchronize()
             if i >= 0:
                 times.append(1e3 * begin.elapsed_time(end))
-        return statistics.median(times)
+        return statistics.median(times) / len(operands)
 
     def release(self):
         if self.cuda:

@@ -91,8 +91,8 @@ class Peer:
     def finish(self):
         """Launches what follows the last layer, once per step, and is part of what is timed."""
 
-    def tune(self, operands):
-        """Lets a kernel find its launch shape, as its engine does when it starts."""
+    def tune(self, measure):
+        """Lets a kernel find its launch shape: measure() is the time of a step of the set begun."""
 
     def end(self, accepted):
         counts = torch.tensor(accepted, dtype=torch.int32, device=self.device)
@@ -455,11 +455,14 @@ class SglangReplay(Delta):
         module = peers.get("sglang", SGLANG + "linear.fused_recurrent_linear_replayssm")
         self.kernel = module.fused_recurrent_linear_replayssm_decode
 
+    def records(self):
+        """Their type; its pool gives them the state's."""
+        return self.case.checkpoint
+
     def setup(self):
-        case = self.case
-        # Its pool gives these records the state's type.
-        self.rings_d = self.rings(case.checkpoint, case.heads, WINDOW, case.value_dim)
-        self.rings_k = self.rings(case.checkpoint, case.groups, WINDOW, case.key_dim)
+        case, records = self.case, self.records()
+        self.rings_d = self.rings(records, case.heads, WINDOW, case.value_dim)
+        self.rings_k = self.rings(records, case.groups, WINDOW, case.key_dim)
         channels = (case.key_dim,) if case.family == "kda" else ()
         self.rings_g = self.rings(torch.float32, case.heads, WINDOW, *channels)
         self.cursor = torch.zeros(self.slots, dtype=torch.int32, device=self.device)
@@ -493,6 +496,16 @@ class SglangReplay(Delta):
     def spread_cursors(self, sets, rng):
         self.rings_g.uniform_(-0.4, -0.01)
         return self.spread_windows(rng)
+
+
+class SglangReplayNarrow(SglangReplay):
+    """Records as ours are. The engine's pool has no such setting; the kernel takes them."""
+
+    name = "SGLang fused_recurrent_linear_replayssm_decode, two-byte records"
+    checkpoints = (torch.float32,)
+
+    def records(self):
+        return self.case.activation
 
 
 class SglangFold(SglangVerify):
@@ -756,6 +769,7 @@ PEERS = [
     SglangVerify,
     SglangFold,
     SglangReplay,
+    SglangReplayNarrow,
     SglangReplayVerify,
     FlaGdn,
     FlaKda,
