@@ -3,6 +3,7 @@
 // so that products S^T x need no horizontal sums.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "cpu/simd/vec.h"
@@ -83,15 +84,24 @@ void for_each_block(const DeltaRuleTask& task, F f) {
   }
 }
 
+/// Asks for the lines from `p` on, into L2 only: a miss that is to fill L1 holds one of the few
+/// buffers that loads need as well, until memory answers. Inlined by force, as must be all that
+/// only prefetches: GCC takes a function that does nothing else for one without effects, and drops
+/// its calls.
+RSSM_ALWAYS_INLINE void prefetch_lines(const void* p, std::int64_t bytes) {
+  constexpr int kRead = 0;
+  constexpr int kIntoL2 = 2;
+  for (std::int64_t i = 0; i < bytes; i += 64) {
+    __builtin_prefetch(static_cast<const std::byte*>(p) + i, kRead, kIntoL2);
+  }
+}
+
 /// Asks for the same row of the next tile, while arithmetic on this one leaves memory idle. Heads
 /// follow one another, so past the last tile this is the next head's; past the last head it is a
 /// harmless hint.
 template <typename C, typename T>
-void prefetch_next_tile(const T* row, std::int64_t pitch, std::int64_t key_dim) {
-  constexpr std::int64_t kLine = 64 / static_cast<std::int64_t>(sizeof(T));
-  for (std::int64_t i = 0; i < C::N * C::V::kLanes; i += kLine) {
-    __builtin_prefetch(row + key_dim * pitch + i);
-  }
+RSSM_ALWAYS_INLINE void prefetch_next_tile(const T* row, std::int64_t pitch, std::int64_t key_dim) {
+  prefetch_lines(row + key_dim * pitch, C::N * C::V::kLanes * static_cast<std::int64_t>(sizeof(T)));
 }
 
 }  // namespace replayssm::cpu::delta

@@ -195,30 +195,34 @@ class DeltaRuleKernel {
     window.template read<C, false>(block, in_block, records.column, out);
   }
 
-  /// One block's share of asking for what the next head reads of the live records: a few short runs
-  /// per field, too short for hardware prefetchers. Where the next head has another key head, its
-  /// keys too. Past the last head these are harmless hints.
-  static void prefetch_next_records(const DeltaRuleTask& task, std::int64_t head, int block,
-                                    typename Records::Column wanted) {
+  /// One block's share of asking for the next head's records, those to be read and the places to be
+  /// written: a few short runs per field, too short for hardware prefetchers. Where the next head
+  /// has another key head, its keys too. Past the last head these are harmless hints.
+  RSSM_ALWAYS_INLINE static void prefetch_next_records(const DeltaRuleTask& task, std::int64_t head,
+                                                       int block, typename Records::Column wanted) {
     const std::int64_t blocks = (task.value_dim + delta::kBlock<Isa> - 1) / delta::kBlock<Isa>;
-    const auto lines = [](const void* p, std::int64_t bytes) {
-      for (std::int64_t i = 0; i < bytes; i += 64) {
-        __builtin_prefetch(static_cast<const std::byte*>(p) + i);
-      }
-    };
-    const std::int64_t width = delta::bytes_of(task.activation);
-    const void* columns = wanted == Records::Column::kValue ? task.ring_v : task.ring_delta;
-    for (std::int64_t i = block; i < task.live; i += blocks) {
+    const std::int64_t key_bytes = task.key_dim * delta::bytes_of(task.activation);
+    const std::int64_t value_bytes = task.value_dim * delta::bytes_of(task.activation);
+    for (std::int64_t i = block; i < task.live + task.tokens; i += blocks) {
+      const bool appended = i >= task.live;
       const std::int64_t place = (task.first_place + i) % task.places;
       const std::int64_t at = (head + 1) * task.places + place;
       if constexpr (kChannelDecay) {
-        lines(task.ring_decay + at * task.key_dim,
-              task.key_dim * static_cast<std::int64_t>(sizeof(float)));
+        delta::prefetch_lines(task.ring_decay + at * task.key_dim,
+                              task.key_dim * static_cast<std::int64_t>(sizeof(float)));
       }
-      lines(delta::at(task.activation, columns, at * task.value_dim), task.value_dim * width);
+      if (appended || wanted == Records::Column::kDelta) {
+        delta::prefetch_lines(delta::at(task.activation, task.ring_delta, at * task.value_dim),
+                              value_bytes);
+      }
+      if (appended ? task.flush == FlushMode::kExact : wanted == Records::Column::kValue) {
+        delta::prefetch_lines(delta::at(task.activation, task.ring_v, at * task.value_dim),
+                              value_bytes);
+      }
       if (head + 1 < task.head_end) continue;
       const std::int64_t key_at = (task.key_head + 1) * task.places + place;
-      lines(delta::at(task.activation, task.ring_k, key_at * task.key_dim), task.key_dim * width);
+      delta::prefetch_lines(delta::at(task.activation, task.ring_k, key_at * task.key_dim),
+                            key_bytes);
     }
   }
 
