@@ -38,23 +38,22 @@ class Window {
         rows_(2 * static_cast<int>(task.tokens)) {
     if constexpr (!kChannelDecay) {
       // All heads share the products of keys and queries; a head's decays come in as factors.
-      take_tokens();
-      for (int r = 0; r < rows_; ++r) {
-        std::memcpy(own_[r], row_[r], sizeof(float) * static_cast<std::size_t>(key_dim_));
-      }
-      for (int i = 0; i < live_; ++i) dot_rows<false>(keys_.k[i], nullptr, 0, rows_, scores_[i]);
+      const auto bytes = sizeof(float) * static_cast<std::size_t>(key_dim_);
       for (int t = 0; 2 * t < rows_; ++t) {
-        dot_rows<false>(tokens_.k[t], nullptr, 2 * t, rows_, scores_[live_ + t]);
+        std::memcpy(row_[2 * t], tokens_.k[t], bytes);
+        std::memcpy(row_[2 * t + 1], tokens_.q[t], bytes);
       }
+      for (int i = 0; i < live_; ++i) dot_rows(keys_.k[i], 0, scores_[i]);
+      for (int t = 0; 2 * t < rows_; ++t) dot_rows(tokens_.k[t], 2 * t, scores_[live_ + t]);
     }
   }
 
   /// Brings in one head's decays.
   void prepare(const Gates& gates, const Records& records) {
     if constexpr (kChannelDecay) {
-      take_tokens();
       score_tokens(gates);
-      score_records(gates, records);
+      weigh_rows(gates);
+      score_records(records);
     } else {
       weigh_scores(gates, records);
     }
@@ -83,14 +82,6 @@ class Window {
   }
 
  private:
-  /// Rows are the tokens' vectors, where they are.
-  void take_tokens() {
-    for (int r = 0; r < rows_; r += 2) {
-      row_[r] = tokens_.k[r / 2];
-      row_[r + 1] = tokens_.q[r / 2];
-    }
-  }
-
   // ---- One decay per token ----
 
   /// Running products of decays from the newest entry backwards.
@@ -108,33 +99,83 @@ class Window {
 
   // ---- A decay per channel: every channel has weights of its own, so the vectors carry them ----
 
-  /// Terms among the row's own tokens. Rows are left one multiplication behind: token 0's.
+  /// Terms among the row's own tokens. A token's key passes the later tokens and takes their decays
+  /// on its way, for k and q of a token alike.
   void score_tokens(const Gates& gates) {
-    for (int t = rows_ / 2 - 1; t >= 0; --t) {
-      float* out = terms_[live_ + t];
-      if (2 * t + 2 < rows_) {
-        dot_rows<true>(tokens_.k[t], gates.decay[t + 1], 2 * t + 2, rows_, out);
+    const int tokens = rows_ / 2;
+    alignas(64) float passing[kMaxKeyDim];
+    for (int t = 0; t < tokens; ++t) {
+      const float* key = tokens_.k[t];
+      for (int u = t; u < tokens; u += 4) {
+        float* out = terms_[live_ + t] + 2 * u;
+        switch (tokens - u) {
+          case 1:
+            pass_tokens<1>(key, gates, u, u == t, nullptr, out);
+            break;
+          case 2:
+            pass_tokens<2>(key, gates, u, u == t, nullptr, out);
+            break;
+          case 3:
+            pass_tokens<3>(key, gates, u, u == t, nullptr, out);
+            break;
+          default:
+            pass_tokens<4>(key, gates, u, u == t, passing, out);
+        }
+        key = passing;
       }
-      dot_rows<false>(tokens_.k[t], nullptr, 2 * t, 2 * t + 2, out);
     }
+  }
+
+  /// The products of `key` with k and q of kCount tokens from `first` on, and what becomes of it. A
+  /// token's own key has no decay to take.
+  template <int kCount>
+  void pass_tokens(const float* key, const Gates& gates, int first, bool own, float* passed,
+                   float* out) const {
+    V sum[8];
+    for (V& lane : sum) lane = V::zero();
+    const float* decay[kCount];
+    for (int c = 0; c < kCount; ++c) decay[c] = gates.decay[first + c];
+    const float(*k)[kMaxKeyDim] = tokens_.k + first;
+    const float(*q)[kMaxKeyDim] = tokens_.q + first;
+    for_each_vector([&](std::int64_t n, auto load, auto store) {
+      V x = load(key + n);
+      for (int c = 0; c < kCount; ++c) {
+        if (c > 0 || !own) x = x * load(decay[c] + n);
+        sum[2 * c] = fma(x, load(k[c] + n), sum[2 * c]);
+        sum[2 * c + 1] = fma(x, load(q[c] + n), sum[2 * c + 1]);
+      }
+      if (passed != nullptr) store(x, passed + n);
+    });
+    V::sum8(sum, out);
+  }
+
+  /// Rows are the tokens' vectors times the decays of the tokens up to theirs.
+  void weigh_rows(const Gates& gates) {
+    for_each_vector([&](std::int64_t n, auto load, auto store) {
+      V weight = V::broadcast(1.0f);
+      for (int t = 0; 2 * t < rows_; ++t) {
+        weight = weight * load(gates.decay[t] + n);
+        store(weight * load(tokens_.k[t] + n), row_[2 * t] + n);
+        store(weight * load(tokens_.q[t] + n), row_[2 * t + 1] + n);
+      }
+    });
   }
 
   /// Terms of the records: a record's key is multiplied by the decays of the records after it.
   /// Leaves rows multiplied by all decays of the window.
-  void score_records(const Gates& gates, const Records& records) {
-    if (live_ == 0) return multiply_rows(gates.decay[0]);
+  void score_records(const Records& records) {
+    if (live_ == 0) return;
     const int newest = live_ - 1;
-    dot_rows<true>(keys_.k[newest], gates.decay[0], 0, rows_, terms_[newest]);
-    if (newest == 0) return multiply_rows(records.decay[0]);
+    dot_rows(keys_.k[newest], 0, terms_[newest]);
     alignas(64) float key[kMaxKeyDim];
     alignas(64) float weight[kMaxKeyDim];
     const float* after = records.decay[newest];
     for (int i = newest - 1; i >= 0; --i) {
       weigh_record(keys_.k[i], records.decay[i], after, key, weight);
       after = weight;
-      dot_rows<false>(key, nullptr, 0, rows_, terms_[i]);
+      dot_rows(key, 0, terms_[i]);
     }
-    multiply_rows(weight);
+    for (int r = 0; r < rows_; ++r) multiplied<Isa>(row_[r], after, key_dim_, row_[r]);
   }
 
   /// key = k * after, weight = decay * after.
@@ -145,13 +186,6 @@ class Window {
       store(load(k + n) * a, key + n);
       store(load(decay + n) * a, weight + n);
     });
-  }
-
-  void multiply_rows(const float* a) {
-    for (int r = 0; r < rows_; ++r) {
-      multiplied<Isa>(row_[r], a, key_dim_, own_[r]);
-      row_[r] = own_[r];
-    }
   }
 
   // ---- Products over key_dim ----
@@ -171,53 +205,35 @@ class Window {
     }
   }
 
-  /// out[r] = x . row r for r in [first, last), an even number of rows. With kMultiply the rows are
-  /// multiplied by `a` first.
-  template <bool kMultiply>
-  void dot_rows(const float* x, const float* a, int first, int last, float* out) {
-    for (int r = first; r < last; r += 8) {
-      const int count = last - r < 8 ? last - r : 8;
-      V sum[8];
-      for (V& lane : sum) lane = V::zero();
-      if (count == 8) {
-        dot_group<8, kMultiply>(x, a, r, sum);
-      } else {
-        int i = 0;
-        if (count >= 4) {
-          dot_group<4, kMultiply>(x, a, r, sum);
-          i = 4;
-        }
-        for (; i < count; i += 2) dot_group<2, kMultiply>(x, a, r + i, sum + i);
+  /// out[r] = x . row r for all rows from `first` on, an even number of them.
+  void dot_rows(const float* x, int first, float* out) const {
+    for (int r = first; r < rows_; r += 8) {
+      switch (rows_ - r) {
+        case 2:
+          dot_group<2>(x, r, out + r);
+          break;
+        case 4:
+          dot_group<4>(x, r, out + r);
+          break;
+        case 6:
+          dot_group<6>(x, r, out + r);
+          break;
+        default:
+          dot_group<8>(x, r, out + r);
       }
-      float sums[8];
-      V::sum8(sum, sums);
-      for (int i = 0; i < count; ++i) out[r + i] = sums[i];
     }
   }
 
-  template <int kCount, bool kMultiply>
-  void dot_group(const float* x, const float* a, int first, V* out) {
-    V sum[kCount];
-    const float* from[kCount];
-    for (int i = 0; i < kCount; ++i) {
-      sum[i] = V::zero();
-      from[i] = row_[first + i];
-    }
+  template <int kCount>
+  void dot_group(const float* x, int first, float* out) const {
+    V sum[8];
+    for (V& lane : sum) lane = V::zero();
+    const float(*rows)[kMaxKeyDim] = row_ + first;
     for_each_vector([&](std::int64_t n, auto load, [[maybe_unused]] auto store) {
       const V xn = load(x + n);
-      for (int i = 0; i < kCount; ++i) {
-        V row = load(from[i] + n);
-        if constexpr (kMultiply) {
-          row = row * load(a + n);
-          store(row, own_[first + i] + n);
-        }
-        sum[i] = fma(xn, row, sum[i]);
-      }
+      for (int i = 0; i < kCount; ++i) sum[i] = fma(xn, load(rows[i] + n), sum[i]);
     });
-    for (int i = 0; i < kCount; ++i) {
-      out[i] = sum[i];
-      if constexpr (kMultiply) row_[first + i] = own_[first + i];
-    }
+    V::sum8(sum, out);
   }
 
   // ---- Products over the state's rows ----
@@ -231,7 +247,7 @@ class Window {
       for (V& lane : row) lane = V::zero();
     }
     // One base and constant distances: a pointer per row would not fit into registers.
-    const float(*rows)[kMaxKeyDim] = own_ + first;
+    const float(*rows)[kMaxKeyDim] = row_ + first;
     const auto add = [&](const V* vector, auto multiplier) {
       for (int r = 0; r < kCount; ++r) {
         const V x = V::broadcast(multiplier(r));
@@ -265,11 +281,10 @@ class Window {
   std::int64_t key_dim_;
   int live_;
   int rows_;
-  // (key_dim): the tokens' vectors, until they carry decays and are in own_.
-  const float* row_[kMaxRows];
-  alignas(64) float own_[kMaxRows][kMaxKeyDim];
-  float scores_[kMaxTerms][kMaxRows];  // by entry, before decays; one decay per token
-  float terms_[kMaxTerms][kMaxRows];
+  alignas(64) float row_[kMaxRows][kMaxKeyDim];  // with a decay per channel, they carry decays
+  // By entry. Sums are stored eight at a time, so there is room past the last.
+  float scores_[kMaxTerms][kMaxRows + 8];  // before decays; one decay per token
+  float terms_[kMaxTerms][kMaxRows + 8];
   float state_weight_[kMaxRows];  // one decay per token
 };
 
