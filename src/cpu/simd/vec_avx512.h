@@ -71,6 +71,8 @@ struct Vec<Avx512Isa> {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 23))};
   }
 
+  static Vec times_exp2(Vec p, Vec n) { return {_mm512_scalef_ps(p.v, n.v)}; }
+
   /// out[i] = v[i].sum(), the same tree: a transposition on the way makes one addition serve four
   /// or eight vectors.
   static void sum8(const Vec* v, float* out) {

@@ -13,6 +13,20 @@ RSSM_ALWAYS_INLINE Vec<Isa> exp2_integral(Vec<Isa> n) {
   return (n + Vec<Isa>::broadcast(12582912.0f + 127.0f)).low_bits_as_exponent();
 }
 
+/// p 2^n, rounded once, for p of about 1 and integral n in [-160, 145].
+template <typename Isa>
+RSSM_ALWAYS_INLINE Vec<Isa> times_exp2(Vec<Isa> p, Vec<Isa> n) {
+  using V = Vec<Isa>;
+  if constexpr (requires { V::times_exp2(p, n); }) {
+    return V::times_exp2(p, n);
+  } else {
+    // Two factors, because 2^n alone leaves the range of normal numbers where p 2^n does not.
+    const V magic = V::broadcast(12582912.0f);
+    const V half = (n * V::broadcast(0.5f) + magic) - magic;
+    return p * exp2_integral<Isa>(half) * exp2_integral<Isa>(n - half);
+  }
+}
+
 /// e^x within 2 units in the last place; 0 below about -104, infinity above about 88.7, NaN for
 /// NaN.
 template <typename Isa>
@@ -30,9 +44,7 @@ RSSM_ALWAYS_INLINE Vec<Isa> exp(Vec<Isa> x) {
   p = fma(p, r, V::broadcast(1.6666665459e-1f));
   p = fma(p, r, V::broadcast(5.0000001201e-1f));
   p = fma(p, r * r, r) + V::broadcast(1.0f);
-  // Two factors, because 2^n alone leaves the range of normal numbers where e^x does not.
-  const V half = (n * V::broadcast(0.5f) + magic) - magic;
-  return p * exp2_integral<Isa>(half) * exp2_integral<Isa>(n - half);
+  return times_exp2<Isa>(p, n);
 }
 
 /// x / (1 + e^-x).
