@@ -141,7 +141,7 @@ class DeltaRuleKernel {
       int block = 0;
       delta::for_each_block<Isa>(task, [&](auto columns, const delta::BlockPlace& place) {
         using C = decltype(columns);
-        prefetch_next_records(task, head, block++, wanted);
+        prefetch_next_head(task, head, block++, wanted);
         const State* s = offset(in, place);
         if constexpr (kFlush) {
           fold.template block<C>(place, s, out + place.offset);
@@ -195,35 +195,58 @@ class DeltaRuleKernel {
     window.template read<C, false>(block, in_block, records.column, out);
   }
 
-  /// One block's share of asking for the next head's records, those to be read and the places to be
-  /// written: a few short runs per field, too short for hardware prefetchers. Where the next head
-  /// has another key head, its keys too. Past the last head these are harmless hints.
-  RSSM_ALWAYS_INLINE static void prefetch_next_records(const DeltaRuleTask& task, std::int64_t head,
-                                                       int block, typename Records::Column wanted) {
+  RSSM_ALWAYS_INLINE static void prefetch(DType type, const void* data, std::int64_t first,
+                                          std::int64_t n) {
+    delta::prefetch_lines(delta::at(type, data, first), n * delta::bytes_of(type));
+  }
+
+  /// One block's share of asking for what the next head reads and writes beside its state: short
+  /// runs of many fields, too short for hardware prefetchers. Where the next head has another key
+  /// head, its keys and queries too. Past the last head these are harmless hints.
+  RSSM_ALWAYS_INLINE static void prefetch_next_head(const DeltaRuleTask& task, std::int64_t head,
+                                                    int block, typename Records::Column wanted) {
     const std::int64_t blocks = (task.value_dim + delta::kBlock<Isa> - 1) / delta::kBlock<Isa>;
-    const std::int64_t key_bytes = task.key_dim * delta::bytes_of(task.activation);
-    const std::int64_t value_bytes = task.value_dim * delta::bytes_of(task.activation);
-    for (std::int64_t i = block; i < task.live + task.tokens; i += blocks) {
-      const bool appended = i >= task.live;
-      const std::int64_t place = (task.first_place + i) % task.places;
-      const std::int64_t at = (head + 1) * task.places + place;
-      if constexpr (kChannelDecay) {
-        delta::prefetch_lines(task.ring_decay + at * task.key_dim,
-                              task.key_dim * static_cast<std::int64_t>(sizeof(float)));
-      }
-      if (appended || wanted == Records::Column::kDelta) {
-        delta::prefetch_lines(delta::at(task.activation, task.ring_delta, at * task.value_dim),
-                              value_bytes);
-      }
-      if (appended ? task.flush == FlushMode::kExact : wanted == Records::Column::kValue) {
-        delta::prefetch_lines(delta::at(task.activation, task.ring_v, at * task.value_dim),
-                              value_bytes);
-      }
-      if (head + 1 < task.head_end) continue;
-      const std::int64_t key_at = (task.key_head + 1) * task.places + place;
-      delta::prefetch_lines(delta::at(task.activation, task.ring_k, key_at * task.key_dim),
-                            key_bytes);
+    const std::int64_t key_head = head + 1 < task.head_end ? task.key_head : task.key_head + 1;
+    for (std::int64_t i = block; i < task.live; i += blocks) {
+      prefetch_place(task, head + 1, key_head, (task.first_place + i) % task.places,
+                     wanted == Records::Column::kDelta, wanted == Records::Column::kValue);
     }
+    for (std::int64_t t = block; t < task.tokens; t += blocks) {
+      prefetch_place(task, head + 1, key_head, delta::append_place(task, static_cast<int>(t)), true,
+                     task.flush == FlushMode::kExact);
+      prefetch_token(task, head + 1, key_head, t);
+    }
+  }
+
+  RSSM_ALWAYS_INLINE static void prefetch_place(const DeltaRuleTask& task, std::int64_t head,
+                                                std::int64_t key_head, std::int64_t place,
+                                                bool delta, bool value) {
+    const std::int64_t at = head * task.places + place;
+    if constexpr (kChannelDecay) {
+      prefetch(DType::kF32, task.ring_decay, at * task.key_dim, task.key_dim);
+    }
+    if (delta) prefetch(task.activation, task.ring_delta, at * task.value_dim, task.value_dim);
+    if (value) prefetch(task.activation, task.ring_v, at * task.value_dim, task.value_dim);
+    if (key_head == task.key_head) return;
+    prefetch(task.activation, task.ring_k, (key_head * task.places + place) * task.key_dim,
+             task.key_dim);
+  }
+
+  RSSM_ALWAYS_INLINE static void prefetch_token(const DeltaRuleTask& task, std::int64_t head,
+                                                std::int64_t key_head, std::int64_t t) {
+    prefetch(task.activation, task.v, t * task.v_token_stride + head * task.v_head_stride,
+             task.value_dim);
+    prefetch(task.activation, task.o, t * task.o_token_stride + head * task.o_head_stride,
+             task.value_dim);
+    if constexpr (kChannelDecay) {
+      prefetch(task.gate_type, task.gate, t * task.gate_token_stride + head * task.gate_head_stride,
+               task.key_dim);
+    }
+    if (key_head == task.key_head) return;
+    prefetch(task.activation, task.q, t * task.q_token_stride + key_head * task.q_head_stride,
+             task.key_dim);
+    prefetch(task.activation, task.k, t * task.k_token_stride + key_head * task.k_head_stride,
+             task.key_dim);
   }
 
   static void append(const DeltaRuleTask& task, std::int64_t head,
