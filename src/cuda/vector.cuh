@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "replayssm/dtype.h"
 
@@ -13,6 +15,7 @@ __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(BF16 x) {
   return __uint_as_float(static_cast<std::uint32_t>(x.bits) << 16);
 }
+__device__ __forceinline__ float widen(F16 x) { return __half2float(__ushort_as_half(x.bits)); }
 
 template <typename T>
 __device__ __forceinline__ T narrow(float x);
@@ -23,6 +26,11 @@ __device__ __forceinline__ float narrow<float>(float x) {
 template <>
 __device__ __forceinline__ BF16 narrow<BF16>(float x) {
   return BF16{__bfloat16_as_ushort(__float2bfloat16_rn(x))};
+}
+/// Nearest, ties to even; overflow becomes infinity, as to_f16 does on the host.
+template <>
+__device__ __forceinline__ F16 narrow<F16>(float x) {
+  return F16{__half_as_ushort(__float2half_rn(x))};
 }
 
 /// kCount consecutive elements as loaded: a multiple of 4 bytes.
@@ -36,6 +44,9 @@ struct Packed {
   __device__ __forceinline__ float operator[](int i) const {
     if constexpr (sizeof(T) == 4) {
       return __uint_as_float(word[i]);
+    } else if constexpr (std::is_same_v<T, F16>) {
+      const std::uint32_t bits = i % 2 == 0 ? word[i / 2] & 0xffffu : word[i / 2] >> 16;
+      return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
     } else {
       return __uint_as_float(i % 2 == 0 ? word[i / 2] << 16 : word[i / 2] & 0xffff0000u);
     }
@@ -46,6 +57,10 @@ struct Packed {
     if constexpr (sizeof(T) == 4) {
       word[2 * i] = __float_as_uint(even);
       word[2 * i + 1] = __float_as_uint(odd);
+    } else if constexpr (std::is_same_v<T, F16>) {
+      const __half2 pair = __floats2half2_rn(even, odd);
+      word[i] = static_cast<std::uint32_t>(__half_as_ushort(pair.x)) |
+                static_cast<std::uint32_t>(__half_as_ushort(pair.y)) << 16;
     } else {
       const __nv_bfloat162 pair = __floats2bfloat162_rn(even, odd);
       word[i] = static_cast<std::uint32_t>(__bfloat16_as_ushort(pair.x)) |
