@@ -101,13 +101,18 @@ class Mamba2Family {
   }
   static std::vector<Tuning> tunings(const Case& c) {
     std::vector<Tuning> all;
-    for (const int warps : {1, 2, 3, 4}) {
-      for (const int stages : {1, 2, 3, 4}) {
-        for (const int tiles : {1, 2, 4, 8, 16, 32}) {
-          // Small batches only split further; big ones only want long runs.
-          if (c.batch >= 64 ? tiles < 4 : tiles > 4) continue;
-          if (stages > tiles) continue;
-          all.push_back({.warps = warps, .stages = stages, .tiles_per_run = tiles});
+    for (const int warps : {1, 2, 4}) {
+      for (const int stages : {1, 2, 3}) {
+        for (const int tiles : {1, 2, 4, 8, 16}) {
+          for (const int fold_tiles : {1, 2, 4, 8, 16}) {
+            // Small batches only split further; big ones only want long runs.
+            const bool small = c.batch < 64;
+            if (small != (tiles < 4) || small != (fold_tiles < 4)) continue;
+            all.push_back({.warps = warps,
+                           .stages = stages,
+                           .tiles_per_run = tiles,
+                           .fold_tiles_per_run = fold_tiles});
+          }
         }
       }
     }
@@ -179,7 +184,9 @@ Cases<Mamba2Family> cases() {
                f32(nano30, 64),
                f32(nano30, 1),
                plain,
-               copied(super, 256, ReadCopyFormat::kNvfp4)};
+               copied(super, 256, ReadCopyFormat::kNvfp4),
+               copied(super, 256, ReadCopyFormat::kFp8E4M3),
+               bf16(nano30, 256, 8)};
   return out;
 }
 
