@@ -94,6 +94,29 @@ __device__ __forceinline__ Packed<T, kCount> load_packed(const T* from) {
   return out;
 }
 
+/// Two numbers as a word of f16, the first in its low half.
+__device__ __forceinline__ std::uint32_t f16_pair(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const std::uint32_t*>(&pair);
+}
+
+/// The power of two that brings numbers up to `magnitude` (by its bits) to 2^14, the top of f16's
+/// range, where those down to 2^-28 of it are normal; and the inverse of it.
+struct F16Range {
+  __device__ __forceinline__ explicit F16Range(std::uint32_t magnitude) {
+    const std::uint32_t exponent = max(magnitude >> 23, 32u);
+    factor = __uint_as_float((2 * 127 + 14 - exponent) << 23);
+    inverse = __uint_as_float((exponent - 14) << 23);
+  }
+  float factor;
+  float inverse;
+};
+
+/// The bits of the larger magnitude of a pair of bf16.
+__device__ __forceinline__ std::uint32_t larger_magnitude(std::uint32_t bf16_pair) {
+  return max(bf16_pair & 0x7fff0000u, bf16_pair << 16 & 0x7fff0000u);
+}
+
 /// The bf16 numbers next to x; x keeps what they leave. Three of them carry an fp32 number.
 template <int kCount>
 __device__ __forceinline__ Packed<BF16, kCount> take_bf16_term(float (&x)[kCount]) {

@@ -123,6 +123,9 @@ __device__ __forceinline__ std::uint64_t evict_first_policy() {
   return policy;
 }
 
+/// The policy evict_first_policy() makes, whole and as a constant.
+inline constexpr std::uint64_t kEvictFirst = 0x12f0000000000000ull;
+
 /// `bytes` (a multiple of 16) from global to shared memory, completing on the barrier.
 __device__ __forceinline__ void bulk_copy(void* shared, const void* global, std::uint32_t bytes,
                                           std::uint64_t* barrier, std::uint64_t policy) {

@@ -26,6 +26,16 @@ __device__ __forceinline__ void mma_bf16(float (&sums)[4], std::uint32_t a0, std
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+/// sums += A B, f16 products, fp32 sums; layouts are those of bf16.
+__device__ __forceinline__ void mma_f16(float (&sums)[4], std::uint32_t a0, std::uint32_t a1,
+                                        std::uint32_t a2, std::uint32_t a3, std::uint32_t b0,
+                                        std::uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 /// sums += A B, tf32 products (the low 13 bits of an operand are ignored), fp32 sums.
 __device__ __forceinline__ void mma_tf32(float (&sums)[4], std::uint32_t a0, std::uint32_t a1,
                                          std::uint32_t a2, std::uint32_t a3, std::uint32_t b0,

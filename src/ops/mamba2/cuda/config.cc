@@ -12,14 +12,30 @@ std::int32_t aligned(std::int64_t bytes, std::int64_t to) {
   return static_cast<std::int32_t>(round_up_to(bytes, to));
 }
 
-Mamba2SharedPlan plan_shared(const Mamba2CudaParams& p, const Mamba2Launch& launch) {
+/// Sizes of the stages and what lies behind them; sets how many stages a row that folds has.
+Mamba2SharedPlan plan_shared(const Mamba2CudaParams& p, Mamba2Launch& launch) {
   const std::int64_t state_bytes = static_cast<std::int64_t>(size_of(p.checkpoint));
   const std::int64_t act_bytes = static_cast<std::int64_t>(size_of(p.activation));
   const std::int64_t places = p.limits.record_places();
+  const std::int64_t x_bytes = places * kTileRows * act_bytes;
+  const bool copied = p.copy.format != ReadCopyFormat::kNone;
   Mamba2SharedPlan plan;
   plan.stage_x_offset = static_cast<std::int32_t>(kTileRows * p.state_size * state_bytes);
-  plan.stage_bytes = aligned(plan.stage_x_offset + places * kTileRows * act_bytes, 128);
-  std::int64_t at = std::int64_t{launch.warps} * launch.stages * plan.stage_bytes;
+  plan.stage_bytes = aligned(plan.stage_x_offset + x_bytes, 32);
+  plan.copy_x_offset =
+      aligned(launch.copy_tiles * staged_copy_bytes(p.copy.format, p.state_size), 16);
+  plan.copy_stage_bytes = aligned(plan.copy_x_offset + launch.copy_tiles * x_bytes, 32);
+  // B of the records, their dt x for the rows of a pass, their decays.
+  const std::int64_t scratch =
+      kFoldRecords *
+      (p.state_size * act_bytes + mamba2_pass_rows(static_cast<int>(p.state_size)) * 4 + 4);
+  const std::int64_t stage = copied ? plan.copy_stage_bytes : plan.stage_bytes;
+  plan.warp_bytes =
+      aligned(std::max<std::int64_t>(launch.stages * stage, plan.stage_bytes + scratch), 32);
+  launch.state_stages = std::min(launch.stages, plan.warp_bytes / plan.stage_bytes);
+  launch.fold_stages = std::min(
+      launch.stages, static_cast<std::int32_t>((plan.warp_bytes - scratch) / plan.stage_bytes));
+  std::int64_t at = std::int64_t{launch.warps} * plan.warp_bytes;
   plan.table_offset = static_cast<std::int32_t>(at);
   plan.table_stride =
       aligned(p.limits.draft_capacity * (mamba2_entries(mamba2_variant(p)) + 1) + 2 * places, 4);
@@ -30,13 +46,24 @@ Mamba2SharedPlan plan_shared(const Mamba2CudaParams& p, const Mamba2Launch& laun
   return plan;
 }
 
+struct PreferredRuns {
+  std::int64_t replay, fold;
+};
+
+/// Where there is enough of everything.
+PreferredRuns preferred_runs(const Mamba2CudaParams& p) {
+  if (p.copy.format != ReadCopyFormat::kNone) return {16, 8};
+  if (mamba2_variant(p) == Mamba2Variant::kOneToken) return {16, 16};
+  return {8, 8};
+}
+
 /// Cuts the step into runs: long enough to amortize what a run prepares, short enough that the last
 /// ones do not leave multiprocessors idle.
 void cut_runs(const Mamba2CudaParams& p, const CudaDeviceInfo& device, const Mamba2Tuning& tuning,
               Mamba2Launch& launch) {
-  // Measured on an H200: sixteen tiles amortize a run's preparation; below three and a half waves
-  // of sixteen warps per multiprocessor the last wave costs more than that saves, down to four
-  // tiles, and below two waves further.
+  // Measured on an H200: sixteen tiles amortize a run's preparation. With one token a wave of
+  // sixteen warps per multiprocessor is enough; with several, below three and a half the last one
+  // costs more than that saves, down to four tiles, and below two waves further.
   constexpr std::int64_t kLongest = 16;
   constexpr std::int64_t kShort = 4;
   const std::int64_t wave = std::int64_t{16} * device.multiprocessors;
@@ -44,42 +71,54 @@ void cut_runs(const Mamba2CudaParams& p, const CudaDeviceInfo& device, const Mam
   launch.heads_per_group = static_cast<std::int32_t>(p.heads / p.groups);
   launch.tiles_per_head = launch.head_dim / kTileRows;
   launch.tiles_per_group = launch.heads_per_group * launch.tiles_per_head;
-  const std::int64_t back = p.head_dim - kTileRows;
-  launch.state_jump = p.state_head_stride - back * p.state_size;
-  launch.x_jump = p.x_head_stride - back;
-  launch.ring_x_jump = p.ring_x_head_stride - back;
-  launch.y_jump = p.y_head_stride - back;
+  launch.state_jump = p.state_head_stride - p.head_dim * p.state_size;
+  launch.x_jump = p.x_head_stride - p.head_dim;
+  launch.ring_x_jump = p.ring_x_head_stride - p.head_dim;
+  launch.y_jump = p.y_head_stride - p.head_dim;
   const std::int64_t tiles = p.row_count * p.groups * launch.tiles_per_group;
-  std::int64_t per_run = tuning.tiles_per_run;
-  if (per_run == 0) {
-    per_run = kLongest;
-    while (per_run > kShort && tiles / per_run < wave * 7 / 2) per_run /= 2;
-    while (per_run > 1 && tiles / per_run < wave * 7 / 4) per_run /= 2;
+  const bool one_token = mamba2_variant(p) == Mamba2Variant::kOneToken;
+  std::int64_t most = kLongest;
+  if (one_token) {
+    while (most > 1 && tiles / most < wave * 9 / 10) most /= 2;
+  } else {
+    while (most > kShort && tiles / most < wave * 7 / 2) most /= 2;
+    while (most > 1 && tiles / most < wave * 7 / 4) most /= 2;
   }
-  launch.tiles_per_run =
-      static_cast<std::int32_t>(std::min<std::int64_t>(per_run, launch.tiles_per_group));
-  launch.stages = std::min(launch.stages, launch.tiles_per_run);
-  launch.runs_per_group =
-      (launch.tiles_per_group + launch.tiles_per_run - 1) / launch.tiles_per_run;
+  // A run that folds lasts several times as long: where runs are few, half of one is long enough.
+  const std::int64_t most_folding =
+      one_token && tiles / most < 2 * wave ? std::max<std::int64_t>(1, most / 2) : most;
+  const PreferredRuns preferred = preferred_runs(p);
+  const auto tiles_of = [&](int asked, std::int64_t wanted) {
+    return static_cast<std::int32_t>(
+        std::min<std::int64_t>(asked != 0 ? asked : wanted, launch.tiles_per_group));
+  };
+  launch.tiles_per_run = tiles_of(tuning.tiles_per_run, std::min(preferred.replay, most));
+  launch.fold_tiles_per_run =
+      tiles_of(tuning.fold_tiles_per_run != 0 ? tuning.fold_tiles_per_run : tuning.tiles_per_run,
+               std::min(preferred.fold, most_folding));
+  const std::int32_t shorter = std::min(launch.tiles_per_run, launch.fold_tiles_per_run);
+  launch.runs_per_group = (launch.tiles_per_group + shorter - 1) / shorter;
 }
 
 }  // namespace
 
 Mamba2Variant mamba2_variant(const Mamba2CudaParams& p) {
   const ReplayLimits& limits = p.limits;
-  if (p.state_size != 128 || limits.draft_capacity > 8 || limits.record_places() > 32) {
+  const bool narrow_state = size_of(p.checkpoint) < size_of(p.activation);
+  if (p.state_size != 128 || limits.draft_capacity > 8 || limits.record_places() > 32 ||
+      narrow_state) {
     return Mamba2Variant::kGeneral;
   }
-  const bool one_token = limits.draft_capacity == 1 && p.checkpoint == DType::kF32 &&
-                         p.copy.format == ReadCopyFormat::kNone;
+  const bool one_token = limits.draft_capacity == 1;
   return one_token ? Mamba2Variant::kOneToken : Mamba2Variant::kSmall;
 }
 
 std::string Mamba2CudaConfig::to_string() const {
   std::ostringstream out;
   out << launch.stages << " stages x " << launch.warps << " warps, " << launch.tiles_per_run
-      << " tiles per run, " << blocks << " blocks, " << launch.shared.bytes << " B shared, "
-      << blocks_per_multiprocessor << " per SM: " << reason;
+      << " tiles per run, " << launch.fold_tiles_per_run << " where it folds, " << blocks
+      << " blocks, " << launch.shared.bytes << " B shared, " << blocks_per_multiprocessor
+      << " per SM: " << reason;
   return std::move(out).str();
 }
 
@@ -90,36 +129,44 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
     return unsupported(p.groups, " groups; a launch allows ", kMostInGrid);
   }
   // Tried in this order: the first with the wanted warps per multiprocessor wins, else the one with
-  // most. A tile of fp32 is enough for a warp to have in flight while others work; a tile of
-  // two-byte elements is half of that.
+  // most.
   struct Candidate {
     int warps, stages;
     const char* reason;
   };
   static constexpr Candidate kCandidates[] = {
-      {4, 2, "two-byte tiles: two stages per warp keep enough loads in flight"},
-      {4, 1, "one stage per warp: enough in flight, or all there is room for"},
+      {4, 2, "two stages per warp: one is loaded while the other is used"},
+      {4, 1, "one stage per warp: all there is room for"},
       {3, 1, "a fourth warp would cost a resident block"},
       {2, 1, "long windows leave room for two warps"},
       {1, 1, "long windows leave room for one warp"},
   };
-  const bool wide = p.checkpoint == DType::kF32;
   const int wanted_warps = kMamba2MaxWarps * mamba2_resident_blocks(mamba2_variant(p));
 
   Mamba2CudaConfig best;
   int most_warps = 0;
   std::int32_t least_bytes = std::numeric_limits<std::int32_t>::max();
   for (const Candidate& candidate : kCandidates) {
-    if (candidate.stages == 2 && wide) continue;
     Mamba2CudaConfig config;
     Mamba2Launch& launch = config.launch;
     launch.warps = tuning.warps != 0 ? tuning.warps : candidate.warps;
     launch.stages = tuning.stages != 0 ? tuning.stages : candidate.stages;
     config.reason = tuning.warps != 0 || tuning.stages != 0 ? "as asked" : candidate.reason;
     cut_runs(p, device, tuning, launch);
+    // A head's tiles, usually: a stage of them is smaller than one of the checkpoint.
+    launch.copy_tiles = p.copy.format == ReadCopyFormat::kNone    ? 1
+                        : p.copy.format == ReadCopyFormat::kNvfp4 ? kMamba2MaxCopyTiles
+                                                                  : kMamba2MaxCopyTiles / 2;
+    launch.copy_tiles = std::min(launch.copy_tiles, launch.tiles_per_run);
+    launch.stages =
+        std::min(launch.stages, (launch.tiles_per_run + launch.copy_tiles - 1) / launch.copy_tiles);
     const std::int64_t runs = p.row_count * p.groups * launch.runs_per_group;
-    // A block per run where there are fewer runs than multiprocessors can take.
-    if (tuning.warps == 0 && runs < std::int64_t{4} * device.multiprocessors) launch.warps = 1;
+    // A block per run where there are fewer runs than multiprocessors can take; and where memory is
+    // the limit, one token on a checkpoint, because such blocks end most evenly.
+    const bool few = runs < std::int64_t{4} * device.multiprocessors;
+    const bool alone = mamba2_variant(p) == Mamba2Variant::kOneToken &&
+                       p.copy.format == ReadCopyFormat::kNone && launch.tiles_per_run >= 8;
+    if (tuning.warps == 0 && (few || alone)) launch.warps = 1;
     launch.warps = std::min(launch.warps, launch.runs_per_group);
     config.blocks_per_group = (launch.runs_per_group + launch.warps - 1) / launch.warps;
     config.blocks = config.blocks_per_group * p.groups * p.row_count;
@@ -133,7 +180,7 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
       most_warps = warps;
     }
     if (warps >= wanted_warps) break;
-    if (launch.stages < candidate.stages || launch.warps < candidate.warps) break;  // few runs
+    if (few || launch.stages < candidate.stages) break;
   }
   if (most_warps == 0) {
     return unsupported("a block needs ", least_bytes, " bytes of shared memory for window ",

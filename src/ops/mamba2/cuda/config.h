@@ -3,6 +3,8 @@
 // The unit of work is a tile: kTileRows consecutive rows of one head's state, contiguous in memory.
 // A run is `tiles_per_run` consecutive tiles of one group of one row of the step, the work of one
 // warp, which has `stages` private buffers. Blocks are `warps` runs that are scheduled together.
+// Rows that flush are cut into runs of their own length; where a kind of row has fewer runs than
+// the grid has places for, the rest of its warps have nothing to do.
 #pragma once
 
 #include <cstddef>
@@ -17,14 +19,19 @@ namespace replayssm::cuda {
 
 inline constexpr int kMamba2MaxWarps = 4;
 inline constexpr int kMamba2MaxStages = 8;
+inline constexpr int kMamba2MaxCopyTiles = 4;
 inline constexpr int kTileRows = 16;
+inline constexpr int kFoldRecords = 16;  // whose B a fold has in shared memory at once
 
 /// Where everything lies in a block's shared memory; byte offsets.
 struct Mamba2SharedPlan {
-  std::int32_t stage_bytes = 0;     // state tile, then (places, tile rows) of x
-  std::int32_t stage_x_offset = 0;  // within a stage
-  std::int32_t table_offset = 0;    // per warp: weight (T, entries), dt, decay (places), scale (T)
-  std::int32_t table_stride = 0;    // floats
+  std::int32_t stage_bytes = 0;       // state tile, then (places, tile rows) of x
+  std::int32_t stage_x_offset = 0;    // within a stage
+  std::int32_t copy_stage_bytes = 0;  // tiles of a read copy, then their x
+  std::int32_t copy_x_offset = 0;     // within a stage
+  std::int32_t warp_bytes = 0;    // stages; or, where records are folded, fewer and scratch memory
+  std::int32_t table_offset = 0;  // per warp: weight (T, entries), dt, decay (places), scale (T)
+  std::int32_t table_stride = 0;  // floats
   std::int32_t barrier_offset = 0;  // (warps, stages)
   std::int32_t bytes = 0;
 };
@@ -33,14 +40,18 @@ struct Mamba2SharedPlan {
 struct Mamba2Launch {
   Mamba2SharedPlan shared;
   std::int32_t warps = 4;
-  std::int32_t stages = 2;
+  std::int32_t stages = 2;        // of a replaying row
+  std::int32_t state_stages = 2;  // of a committed row
+  std::int32_t fold_stages = 1;   // of a row that folds
+  std::int32_t copy_tiles = 1;    // of a read copy, to a stage
   std::int32_t tiles_per_run = 16;
+  std::int32_t fold_tiles_per_run = 16;  // of a row that flushes
   std::int32_t tiles_per_head = 4;
   std::int32_t tiles_per_group = 64;
   std::int32_t heads_per_group = 16;
   std::int32_t runs_per_group = 4;
   std::int32_t head_dim = 64;
-  // Elements from a head's last tile to the next head's first.
+  // Elements from behind a head's last tile to the next head's first.
   std::int64_t state_jump = 0, x_jump = 0, ring_x_jump = 0, y_jump = 0;
 };
 
@@ -49,6 +60,7 @@ struct Mamba2Tuning {
   int warps = 0;
   int stages = 0;
   int tiles_per_run = 0;
+  int fold_tiles_per_run = 0;
 };
 
 struct Mamba2CudaConfig {
@@ -66,18 +78,22 @@ struct Mamba2CudaConfig {
 
 /// The kernels there are for a state size of 128; other sizes have the general one.
 enum class Mamba2Variant {
-  kOneToken,  // fp32 checkpoint, no read copy, draft capacity 1, at most 32 places
+  kOneToken,  // draft capacity 1, at most 32 places
   kSmall,     // draft capacity up to 8, at most 32 places
   kGeneral,   // everything else
 };
 Mamba2Variant mamba2_variant(const Mamba2CudaParams& params);
+/// State rows that a warp advances at a time: as many as its registers hold.
+constexpr int mamba2_pass_rows(int state_size) {
+  return kTileRows * state_size > 1024 ? kTileRows / 2 : kTileRows;
+}
 /// Window entries a variant holds weights for; at least the places of the ring.
 constexpr int mamba2_entries(Mamba2Variant variant) {
   return variant == Mamba2Variant::kGeneral ? 80 : 32;
 }
 /// Blocks of four warps that its registers allow on a multiprocessor (__launch_bounds__).
 constexpr int mamba2_resident_blocks(Mamba2Variant variant) {
-  return variant == Mamba2Variant::kOneToken ? 4 : variant == Mamba2Variant::kSmall ? 3 : 2;
+  return variant == Mamba2Variant::kGeneral ? 2 : variant == Mamba2Variant::kOneToken ? 4 : 3;
 }
 
 /// Picks warps, stages and runs that fit the device, or says why nothing does.

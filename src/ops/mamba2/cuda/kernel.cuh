@@ -25,7 +25,7 @@
 
 #include "cuda/ptx/async_copy.cuh"
 #include "cuda/ptx/mma.cuh"
-#include "cuda/read_copy.cuh"
+#include "ops/mamba2/cuda/copy_tiles.cuh"
 #include "ops/mamba2/cuda/kernels.h"
 #include "ops/mamba2/cuda/lanes.cuh"
 #include "ops/mamba2/cuda/row.cuh"
@@ -50,17 +50,23 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
 
   using Lanes = Mamba2Lanes<State, Act, kStateSize>;
   using Lanes::advance, Lanes::column, Lanes::kColumns, Lanes::kPassRows, Lanes::kRowLanes;
-  using Lanes::kSlots, Lanes::kTeamLanes, Lanes::kTeams, Lanes::kVector, Lanes::kVectors;
-  using Lanes::load_columns, Lanes::read_tile, Lanes::reduce, Lanes::team, Lanes::widen_columns;
+  using Lanes::kSlots, Lanes::kVector, Lanes::load_columns, Lanes::read_tile, Lanes::reduce;
+  using Lanes::reduce_lanes, Lanes::team, Lanes::widen_columns;
   using typename Lanes::PackedColumns, typename Lanes::Tile;
 
   static constexpr bool kOneToken = kTokenBlocks == 0;
   static constexpr bool kHasCopy = kCopy != ReadCopyFormat::kNone;
-  using Copy = ReadCopyTiles<kCopy>;
+  // One token without tensor cores: splitting an fp32 state costs more than the products.
+  static constexpr bool kOnePlain = kOneToken && !kHasCopy && sizeof(State) == 4;
+  using Copy = Mamba2CopyTiles<kCopy, kStateSize>;
 
-  // One-token outputs take all rows of a tile at a time.
-  static constexpr int kOneSlots = kTileRows / kTeams;
-  static constexpr int kOneRowLanes = kWarpLanes / kTileRows;
+  // One token on a checkpoint: eight lanes to four rows of a tile, each with every eighth vector of
+  // them, so that a sum has few lanes to travel.
+  static constexpr int kOneLanes = 8;
+  static constexpr int kOneRows = kTileRows * kOneLanes / kWarpLanes;
+  static constexpr int kOneRowLanes = kOneLanes / kOneRows;  // that end up with a row's sum
+  static constexpr int kOneVectors = kOnePlain ? kStateSize / (kOneLanes * kVector) : 1;
+  static constexpr int kOneEntries = 16 * kWindowSteps / kOneLanes;  // of the window, per lane
 
   static constexpr int kTileBytes = kTileRows * kStateSize * static_cast<int>(sizeof(State));
   static constexpr int kActPerChunk = 16 / static_cast<int>(sizeof(Act));
@@ -77,26 +83,33 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
   static constexpr int kBlocks = kOneToken ? 1 : kTokenBlocks;
   static constexpr int kEntries = 16 * kWindowSteps;
   static constexpr int kEntryChunks = (kEntries + kWarpLanes - 1) / kWarpLanes;
+  static constexpr int kXEntries =
+      kWarpLanes / kXChunks;  // entries that a load of x by all lanes has
+  static constexpr int kXPointers = kEntries == 2 * kXEntries ? 2 : 1;
   static constexpr bool kWideAct = sizeof(Act) == 4;
-  static constexpr int kCopySegments = kHasCopy ? kStateSize / Copy::kSegment : 1;
-  static_assert(!kHasCopy || (!kWideAct && !kOneToken));
+  static_assert(!kHasCopy || !kWideAct);
   static constexpr bool kWideState = sizeof(State) == 4;
-  static constexpr bool kBf16Products = std::is_same_v<State, BF16> && std::is_same_v<Act, BF16>;
-  static constexpr int kCFloats = kBf16Products ? 0 : kOwn;
+  // A two-byte state is multiplied as it is: with C in bf16, or with C brought to f16.
+  static constexpr bool kPackedProducts = !kWideState && !kWideAct;
+  static constexpr bool kF16Products = std::is_same_v<State, F16> && !kWideAct;
+  static constexpr int kCFloats = kPackedProducts ? 0 : kOwn;
+  static constexpr int kFoldStep = 2;  // records at a time
   // An fp32 weight as this many bf16 terms: 24 bits.
   static constexpr int kWeightTerms = 3;
+
+  // Each kind of row has a loop of its own, so that none pays for another's registers.
+  using Kind = PlannedRow::Kind;
 
  public:
   static __device__ __forceinline__ void run(const Mamba2CudaParams& p, const Mamba2Launch& launch,
                                              unsigned char* shared) {
     Mamba2StepKernel kernel(p, launch, shared);
-    if (!kernel.find_work()) return;
     kernel.read_row();
+    if (!kernel.find_work()) return;
     if (kernel.kind == PlannedRow::kPadding) {
       kernel.zero_outputs();
       return;
     }
-    kernel.start_pipeline();
     if (kernel.kind == PlannedRow::kCommitted) {
       kernel.template process<PlannedRow::kCommitted>();
     } else if (kernel.kind == PlannedRow::kFlush) {
@@ -116,36 +129,69 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
         g(lane / 4),
         q(lane % 4) {}
 
-  // Each kind of row has a loop of its own, so that none pays for another's registers.
-  using Kind = PlannedRow::Kind;
-
   // ---- Shared memory, all of it private to a warp ----
 
-  __device__ __forceinline__ unsigned char* stage(int index) const {
-    return shared + (warp * launch.stages + index) * launch.shared.stage_bytes;
+  template <Kind kKind>
+  static constexpr bool kReadsCopy = kHasCopy && kKind == PlannedRow::kReplay;
+
+  /// The warp's buffers in turn. A row that folds has fewer, and scratch memory behind them.
+  struct Stage {
+    unsigned char* at;
+    std::uint64_t* barrier;
+    int index = 0;
+    std::uint32_t parity = 0;
+  };
+  __device__ __forceinline__ Stage first_stage() const {
+    return {shared + warp * launch.shared.warp_bytes,
+            reinterpret_cast<std::uint64_t*>(shared + launch.shared.barrier_offset) +
+                warp * launch.stages};
   }
-  __device__ __forceinline__ std::uint64_t* barrier(int index) const {
-    return reinterpret_cast<std::uint64_t*>(shared + launch.shared.barrier_offset) +
-           warp * launch.stages + index;
+  template <Kind kKind>
+  __device__ __forceinline__ void move_on(Stage& stage) const {
+    const int bytes =
+        kReadsCopy<kKind> ? launch.shared.copy_stage_bytes : launch.shared.stage_bytes;
+    stage.at += bytes;
+    ++stage.barrier;
+    if (++stage.index < stages) return;
+    stage.at -= stages * bytes;
+    stage.barrier -= stages;
+    stage.index = 0;
+    stage.parity ^= 1;
   }
   static __device__ __forceinline__ State* stage_state(unsigned char* stage) {
     return reinterpret_cast<State*>(stage);
   }
+  /// Where the x of a stage's first tile lies; tiles follow each other.
+  template <Kind kKind>
   __device__ __forceinline__ Act* stage_x(unsigned char* stage) const {
-    return reinterpret_cast<Act*>(stage + launch.shared.stage_x_offset);
+    return reinterpret_cast<Act*>(
+        stage + (kReadsCopy<kKind> ? launch.shared.copy_x_offset : launch.shared.stage_x_offset));
   }
 
   __device__ __forceinline__ CopyTile copy_in_memory(const Position& at) const {
-    return Copy::in_memory(p.copy, slot, at.head, launch.head_dim, at.p0, kStateSize);
+    return ReadCopyTiles<kCopy>::in_memory(p.copy, slot, at.head, launch.head_dim, at.p0,
+                                           kStateSize);
   }
-  static __device__ __forceinline__ CopyTile copy_in_stage(unsigned char* stage) {
-    return Copy::in_stage(stage, kStateSize);
+  __device__ __forceinline__ CopyTile copy_in_stage(unsigned char* stage) const {
+    return Copy::in_stage(stage, launch.copy_tiles);
   }
   /// Writes the read copy of a staged tile that has changed, to memory and over the tile.
   __device__ __forceinline__ void encode_copy(const Position& at, unsigned char* from) const {
-    Copy::template encode<kStateSize>(stage_state(from), kStateSize, copy_in_memory(at),
-                                      copy_in_stage(from), lane);
+    Copy::encode_tile(stage_state(from), copy_in_memory(at), copy_in_stage(from), lane);
     ptx::fence_proxy_async();
+  }
+
+  /// What a fold of up to kFoldRecords records shares: their B, and per pass u = dt x and decays.
+  struct Scratch {
+    Act* b;        // [kFoldRecords][kStateSize]
+    float* u;      // [kFoldRecords][kPassRows]
+    float* decay;  // [kFoldRecords]
+  };
+  __device__ __forceinline__ Scratch scratch() const {
+    unsigned char* at =
+        shared + warp * launch.shared.warp_bytes + launch.fold_stages * launch.shared.stage_bytes;
+    auto* u = reinterpret_cast<float*>(at + kFoldRecords * kStateSize * sizeof(Act));
+    return {reinterpret_cast<Act*>(at), u, u + kFoldRecords * kPassRows};
   }
 
   /// A head's values by entry: the live records, then the row's own tokens.
@@ -168,66 +214,127 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
 
   // Pointers into tiles move along with the tiles, so that a tile costs additions only.
 
+  template <Kind kKind>
   __device__ __forceinline__ void start_pipeline() {
-    if (lane == 0) {
-      for (int i = 0; i < launch.stages; ++i) ptx::mbarrier_init(barrier(i), kWarpLanes + 1);
-      ptx::fence_mbarrier_init();
-    }
+    stages = folds<kKind>()                    ? launch.fold_stages
+             : kKind == PlannedRow::kCommitted ? launch.state_stages
+                                               : launch.stages;
+    Stage stage = first_stage();
+    if (lane < stages) ptx::mbarrier_init(stage.barrier + lane, kWarpLanes + 1);
+    ptx::fence_mbarrier_init();
     __syncwarp();
     tile_ahead = tile_begin;
     rows_ahead = first_tile.p0;
-    state_ahead = state(first_tile);
-    const int entry = lane / kXChunks;
-    const int offset = lane % kXChunks * kActPerChunk;
-    x_ahead =
-        (entry < live ? ring_x(first_tile, entry) : token_x(entry - live, first_tile)) + offset;
+    if constexpr (kReadsCopy<kKind>) {
+      copy_ahead = copy_in_memory(first_tile);
+    } else {
+      state_ahead = state(first_tile);
+    }
+#pragma unroll
+    for (int i = 0; i < kXPointers; ++i) {
+      const int entry = i * kXEntries + lane / kXChunks;
+      x_ahead[i] = (entry < live ? ring_x(first_tile, entry) : token_x(entry - live, first_tile)) +
+                   lane % kXChunks * kActPerChunk;
+    }
 #pragma unroll 1
-    for (int i = 0; i < launch.stages; ++i) load_tile(i);
+    for (int i = 0; i < stages; ++i) {
+      load_stage<kKind>(stage);
+      move_on<kKind>(stage);
+    }
   }
 
-  /// Starts the loads of the next tile into a stage: its state, the records' x and the own tokens'
-  /// x.
-  __device__ __forceinline__ void load_tile(int index) {
-    if (tile_ahead >= tile_end) return;
-    unsigned char* to = stage(index);
-    std::uint64_t* bar = barrier(index);
-    if (kHasCopy && kind == PlannedRow::kReplay) {
+  template <Kind kKind>
+  __device__ __forceinline__ bool folds() const {
+    return kKind == PlannedRow::kFlush || (kKind == PlannedRow::kCommitted && live > 0);
+  }
+
+  /// Starts the loads of the next tile, or tiles of a read copy, into a stage: the state, and x of
+  /// the records and the own tokens.
+  template <Kind kKind>
+  __device__ __forceinline__ void load_stage(const Stage& stage) {
+    const int tiles =
+        kReadsCopy<kKind> ? min(launch.copy_tiles, tile_end - tile_ahead) : tile_end - tile_ahead;
+    if (tiles <= 0) return;
+    if constexpr (kReadsCopy<kKind>) {
       if (!zero) {
-        Copy::load(copy_in_memory(position(tile_ahead)), copy_in_stage(to), kStateSize, bar, lane);
+        Copy::load(copy_ahead, copy_in_stage(stage.at), tiles, stage.barrier, lane);
       }
-      if (lane == 0) ptx::mbarrier_arrive(bar);
+      copy_ahead = Copy::moved(copy_ahead, tiles);
+      if (lane == 0) ptx::mbarrier_arrive(stage.barrier);
     } else if (ptx::kHasBulkCopy) {
       if (lane == 0) {
         if (zero) {
-          ptx::mbarrier_arrive(bar);
+          ptx::mbarrier_arrive(stage.barrier);
         } else {
-          ptx::mbarrier_arrive_expect(bar, kTileBytes);
-          ptx::bulk_copy(to, state_ahead, kTileBytes, bar, ptx::evict_first_policy());
+          ptx::mbarrier_arrive_expect(stage.barrier, kTileBytes);
+          ptx::bulk_copy(stage.at, state_ahead, kTileBytes, stage.barrier, ptx::kEvictFirst);
         }
       }
     } else {
-      if (lane == 0) ptx::mbarrier_arrive(bar);
+      if (lane == 0) ptx::mbarrier_arrive(stage.barrier);
       if (!zero) {
         const unsigned char* from = reinterpret_cast<const unsigned char*>(state_ahead);
         for (int i = lane * 16; i < kTileBytes; i += kWarpLanes * 16) {
-          ptx::copy_async_16(to + i, from + i);
+          ptx::copy_async_16(stage.at + i, from + i);
         }
       }
     }
-    const int chunks = (live + own) * kXChunks;
-    Act* x = stage_x(to);
-    if (lane < chunks) ptx::copy_async_16(x + lane * kActPerChunk, x_ahead);
-    if (chunks > kWarpLanes) load_more_x(x, chunks);
-    ptx::copy_async_arrive(bar);
+    Act* x = stage_x<kKind>(stage.at);
+    if constexpr (kReadsCopy<kKind>) {
+      load_x_of_tiles(x, tiles);
+    } else {
+      load_x<kKind>(x);
+    }
+    ptx::copy_async_arrive(stage.barrier);
+  }
 
-    ++tile_ahead;
-    rows_ahead += kTileRows;
-    const bool head_ends = rows_ahead == launch.head_dim;
-    if (head_ends) rows_ahead = 0;
-    state_ahead += head_ends ? launch.state_jump : std::int64_t{kTileRows} * kStateSize;
-    x_ahead += !head_ends               ? std::int64_t{kTileRows}
-               : lane / kXChunks < live ? launch.ring_x_jump
-                                        : launch.x_jump;
+  /// Starts the loads of a tile's x, and moves on by a tile.
+  template <Kind kKind>
+  __device__ __forceinline__ void load_x(Act* x) {
+    const int chunks = (live + own) * kXChunks;
+    if (lane < chunks) ptx::copy_async_16(x + lane * kActPerChunk, x_ahead[0]);
+    if constexpr (kXPointers == 2) {
+      if (lane < chunks - kWarpLanes) {
+        ptx::copy_async_16(x + (kWarpLanes + lane) * kActPerChunk, x_ahead[1]);
+      }
+    } else {
+      if (chunks > kWarpLanes) load_more_x(x, chunks);
+    }
+    if constexpr (!kReadsCopy<kKind>) state_ahead += kTileRows * kStateSize;
+    move_ahead(1, kTileRows);
+  }
+
+  /// The same for tiles of a read copy.
+  __device__ __forceinline__ void load_x_of_tiles(Act* x, int tiles) {
+    const int stride = places * kTileRows;
+    if (rows_ahead + tiles * kTileRows > launch.head_dim || live + own > kXEntries) {
+#pragma unroll 1
+      for (int i = 0; i < tiles; ++i) load_x<PlannedRow::kReplay>(x + i * stride);
+      return;
+    }
+    // Of one head, and a chunk per lane and tile: the common case.
+    const bool mine = lane < (live + own) * kXChunks;
+    Act* to = x + lane * kActPerChunk;
+#pragma unroll
+    for (int i = 0; i < kMamba2MaxCopyTiles; ++i) {
+      if (mine && i < tiles) ptx::copy_async_16(to + i * stride, x_ahead[0] + i * kTileRows);
+    }
+    move_ahead(tiles, kTileRows * tiles);
+  }
+
+  __device__ __forceinline__ void move_ahead(int tiles, int rows) {
+    tile_ahead += tiles;
+    rows_ahead += rows;
+#pragma unroll
+    for (int i = 0; i < kXPointers; ++i) x_ahead[i] += rows;
+    if (rows_ahead == launch.head_dim) {
+      rows_ahead = 0;
+      state_ahead += launch.state_jump;
+#pragma unroll
+      for (int i = 0; i < kXPointers; ++i) {
+        x_ahead[i] += i * kXEntries + lane / kXChunks < live ? launch.ring_x_jump : launch.x_jump;
+      }
+    }
   }
 
   /// The chunks of x beyond one per lane.
@@ -263,22 +370,7 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
                               : no_columns();
       }
     }
-    if constexpr (kHasCopy) {
-#pragma unroll
-      for (int k = 0; k < kBlocks; ++k) {
-        const int token = 8 * k + g;
-#pragma unroll
-        for (int s = 0; s < kCopySegments; ++s) {
-#pragma unroll
-          for (int i = 0; i < Copy::kPairs; ++i) c_copy[k][s][i] = 0;
-          if (token >= own) continue;
-          const auto packed = load_packed<Act, Copy::kBlock>(token_c(token) + Copy::kSegment * s +
-                                                             Copy::kBlock * q);
-#pragma unroll
-          for (int i = 0; i < Copy::kPairs; ++i) c_copy[k][s][i] = packed.word[i];
-        }
-      }
-    }
+    if constexpr (kHasCopy) prepare_copy_columns();
     const int entries = live + own;
 #pragma unroll
     for (int i = 0; i < kEntryBlocks; ++i) {
@@ -316,11 +408,21 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
           *reinterpret_cast<float2*>(table().products + 8 * i + 2 * q) = {bc[0][i][0], bc[0][i][1]};
         }
       }
-      widen_columns(load_columns(token_c(0)), c_columns);
       __syncwarp();
-    } else if constexpr (!kBf16Products) {
+    }
+    if constexpr (kOnePlain) {
+      const Act* from = token_c(0) + lane % kOneLanes * kVector;
 #pragma unroll
-      for (int k = 0; k < kTokenBlocks; ++k) {
+      for (int v = 0; v < kOneVectors; ++v) {
+        const auto packed = load_packed<Act, kVector>(from + v * kOneLanes * kVector);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) one_columns[v][i] = packed[i];
+      }
+    } else if constexpr (kF16Products && !kHasCopy) {
+      bring_columns_to_f16();
+    } else if constexpr (!kPackedProducts) {
+#pragma unroll
+      for (int k = 0; k < kBlocks; ++k) {
 #pragma unroll
         for (int s = 0; s < kSegments; ++s) {
 #pragma unroll
@@ -336,6 +438,55 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
         const int offset = (i % kBChunks) * kActPerChunk;
         *reinterpret_cast<uint4*>(ring_b(live + i / kBChunks) + offset) =
             *reinterpret_cast<const uint4*>(token_b(i / kBChunks) + offset);
+      }
+    }
+  }
+
+  /// C in f16, for the products with a state of that type.
+  __device__ __forceinline__ void bring_columns_to_f16() {
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) {
+      std::uint32_t amax = 0;
+#pragma unroll
+      for (int s = 0; s < kSegments; ++s) {
+#pragma unroll
+        for (int i = 0; i < Columns::kWords; ++i) {
+          amax = max(amax, larger_magnitude(c[k][s].word[i]));
+        }
+      }
+      amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 1));
+      amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 2));
+      const F16Range range(amax);
+#pragma unroll
+      for (int s = 0; s < kSegments; ++s) {
+#pragma unroll
+        for (int i = 0; i < Columns::kWords; ++i) {
+          c[k][s].word[i] =
+              f16_pair(c[k][s][2 * i] * range.factor, c[k][s][2 * i + 1] * range.factor);
+        }
+      }
+      c_rest[k][0] = __shfl_sync(kAllLanes, range.inverse, 8 * q);
+      c_rest[k][1] = __shfl_sync(kAllLanes, range.inverse, 8 * q + 4);
+    }
+  }
+
+  /// C for the products with a read copy, and what their sums are to be multiplied by.
+  __device__ __forceinline__ void prepare_copy_columns() {
+    if constexpr (kOneToken) {
+      c_rest[0][0] = Copy::load_columns(token_c(0), true, q, copy_columns[0]);
+      if (Copy::holds_one(g, q)) return;
+#pragma unroll
+      for (int s = 0; s < Copy::kSegments; ++s) {
+#pragma unroll
+        for (int i = 0; i < Copy::kPairs; ++i) copy_columns[0][s][i] = 0;
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kBlocks; ++k) {
+        const int token = 8 * k + g;
+        const float rest = Copy::load_columns(token_c(token), token < own, q, copy_columns[k]);
+        c_rest[k][0] = __shfl_sync(kAllLanes, rest, 8 * q);
+        c_rest[k][1] = __shfl_sync(kAllLanes, rest, 8 * q + 4);
       }
     }
   }
@@ -415,11 +566,12 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
       newer *= __shfl_sync(kAllLanes, product, 0);
     }
     __syncwarp();
-    float all = kind == PlannedRow::kFlush ? 1.0f : newer;
+    const float all = kind == PlannedRow::kFlush ? 1.0f : newer;
     if constexpr (kOneToken) {
       if (own == 0) return;
       const float decay = out.decay[live];
       one_scale = all * decay;
+      float one_weight[kEntryChunks];  // of entry 32 i + lane
 #pragma unroll
       for (int i = 0; i < kEntryChunks; ++i) {
         const int entry = kWarpLanes * i + lane;
@@ -428,8 +580,17 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
             entry == live ? fmaf(own_dt[i], product, in.d) : weight[i] * decay * product;
         if (entry > live) one_weight[i] = 0.0f;
       }
-      return;
+      if constexpr (kHasCopy || kF16Products) one_scale *= c_rest[0][0];
+      spread_one_weights(one_weight);
+    } else {
+      fill_weights(out, all, weight, own_dt);
     }
+  }
+
+  /// The window's weights without B . C, and the outputs' scales, for several tokens.
+  __device__ __forceinline__ void fill_weights(const Table& out, float all,
+                                               float (&weight)[kEntryChunks],
+                                               const float (&own_dt)[kEntryChunks]) {
 #pragma unroll 1
     for (int t = 0; t < own; ++t) {
       const float decay = out.decay[live + t];
@@ -445,6 +606,39 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
     __syncwarp();
   }
 
+  /// Brings a token's weights to the lanes that multiply with them.
+  __device__ __forceinline__ void spread_one_weights(const float (&of_entry)[kEntryChunks]) {
+    if constexpr (kOnePlain) {
+#pragma unroll
+      for (int i = 0; i < kOneEntries; ++i) {
+        const int entry = i * kOneLanes + lane % kOneLanes;
+        one_weights[i] = __shfl_sync(kAllLanes, of_entry[i * kOneLanes / kWarpLanes], entry);
+      }
+    } else {
+      // Column g of the products takes term g of the weights.
+      const int first = kind == PlannedRow::kFlush ? live : 0;
+#pragma unroll
+      for (int s = 0; s < kWindowSteps; ++s) {
+        if (16 * s >= live + own || 16 * s + 15 < first) continue;
+        float rest[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int entry = 16 * s + 2 * q + i % 2 + 8 * (i / 2);
+          rest[i] = __shfl_sync(kAllLanes, of_entry[16 * s / kWarpLanes], entry);
+        }
+        one_terms[s][0] = one_terms[s][1] = 0;
+#pragma unroll
+        for (int term = 0; term < kWeightTerms; ++term) {
+          const Packed<BF16, 4> packed = take_bf16_term(rest);
+          if (g == term) {
+            one_terms[s][0] = packed.word[0];
+            one_terms[s][1] = packed.word[1];
+          }
+        }
+      }
+    }
+  }
+
   /// The window's weights W and the outputs' scales, as this lane's operands of the products.
   __device__ __forceinline__ void prepare_weights(float d) {
     const Table head = table();
@@ -454,6 +648,7 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
       for (int i = 0; i < 2; ++i) {
         const int token = 8 * k + 2 * q + i;
         scale[k][i] = token < own ? head.scale[token] : 0.0f;
+        if constexpr (kHasCopy || kF16Products) scale[k][i] *= c_rest[k][i];
       }
       const int token = 8 * k + g;
       const float* row_weights = head.weight + (token < own ? token : 0) * kEntries + 2 * q;
@@ -482,11 +677,7 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
       float rest[4] = {weight[0], weight[1], weight[2], weight[3]};
 #pragma unroll
       for (int term = 0; term < kWeightTerms; ++term) {
-        Packed<BF16, 4> packed;
-        packed.set(0, rest[0], rest[1]);
-        packed.set(1, rest[2], rest[3]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) rest[i] -= packed[i];
+        const Packed<BF16, 4> packed = take_bf16_term(rest);
         weights[k][s][2 * term] = packed.word[0];
         weights[k][s][2 * term + 1] = packed.word[1];
       }
@@ -497,16 +688,18 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
 
   template <Kind kKind>
   __device__ __forceinline__ void process() {
-    int index = 0;
-    std::uint32_t parity = 0;
+    start_pipeline<kKind>();
+    Stage stage = first_stage();
     const bool needs_head = kKind != PlannedRow::kCommitted || live > 0;
     HeadInputs next{};
     if (needs_head) next = load_head(first_tile.head);
+    if (folds<kKind>() && live <= kFoldRecords) load_fold_columns(0);
     Position at = first_tile;
     if constexpr (kKind != PlannedRow::kCommitted) {
       prepare_group(kKind == PlannedRow::kFlush ? live : 0);
       point_at_outputs(at);
     }
+    int in_stage = 0;  // tiles of the stage that have been used, of a read copy
 #pragma unroll 1
     for (int tile = tile_begin; tile < tile_end; ++tile) {
       if (needs_head && (tile == tile_begin || at.p0 == 0)) {
@@ -518,46 +711,56 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
         fill_table(now, at);
         if constexpr (kKind != PlannedRow::kCommitted && !kOneToken) prepare_weights(now.d);
       }
-      unsigned char* from = stage(index);
       if constexpr (kKind == PlannedRow::kCommitted) {
-        committed_tile(at, from, index, parity);
+        committed_tile(at, stage);
       } else {
-        ptx::mbarrier_wait(barrier(index), parity);
-        __syncwarp();
-        append_x(at, stage_x(from));
+        if (!kReadsCopy<kKind> || in_stage == 0) {
+          ptx::mbarrier_wait(stage.barrier, stage.parity);
+          __syncwarp();
+        }
+        const Act* x = stage_x<kKind>(stage.at) + in_stage * places * kTileRows;
+        append_x(at, x);
         if constexpr (kKind == PlannedRow::kFlush) {
-          fold_tile(at, from, true);
-          if constexpr (kHasCopy) encode_copy(at, from);
+          fold_tile<kKind>(at, stage.at, true);
+          if constexpr (kHasCopy) encode_copy(at, stage.at);
         }
         const bool has_state = kKind == PlannedRow::kFlush || !zero;
-        if constexpr (kOneToken) {
-          output_one_token(at, from, has_state);
+        if constexpr (!kOneToken) {
+          output_tile(at, stage.at, in_stage, x, kKind == PlannedRow::kFlush ? live : 0, has_state);
+        } else if constexpr (!kOnePlain) {
+          output_one_multiplied(at, stage.at, in_stage, x, kKind == PlannedRow::kFlush ? live : 0,
+                                has_state);
         } else {
-          output_tile(at, from, kKind == PlannedRow::kFlush ? live : 0, has_state);
+          output_one_token(at, stage.at, x, has_state);
         }
         if constexpr (kKind == PlannedRow::kFlush) ptx::fence_proxy_async();
       }
-      __syncwarp();
-      load_tile(index);
-      if (++index == launch.stages) {
-        index = 0;
-        parity ^= 1;
+      if (!kReadsCopy<kKind> || ++in_stage == launch.copy_tiles) {
+        in_stage = 0;
+        __syncwarp();
+        load_stage<kKind>(stage);
+        move_on<kKind>(stage);
       }
       at.p0 += kTileRows;
-      const bool head_ends = at.p0 == launch.head_dim;
       if constexpr (kKind != PlannedRow::kCommitted) {
-        y_at += head_ends ? launch.y_jump : std::int64_t{kTileRows};
-        x_append += head_ends ? launch.ring_x_jump : std::int64_t{kTileRows};
+        y_at += kTileRows;
+        x_append += kTileRows;
       }
-      if (head_ends) {
+      if (at.p0 == launch.head_dim) {
         at.p0 = 0;
         ++at.head;
+        if constexpr (kKind != PlannedRow::kCommitted) {
+          y_at += launch.y_jump;
+          x_append += launch.ring_x_jump;
+        }
       }
     }
   }
 
   __device__ __forceinline__ void point_at_outputs(const Position& at) {
-    y_at = kOneToken ? output(0, at) + lane / kOneRowLanes : output(2 * q, at) + g;
+    y_at = !kOneToken  ? output(2 * q, at) + g
+           : kOnePlain ? output(0, at) + lane / kOneRowLanes
+                       : output(0, at) + g + 8 * (q / 2);
     x_append = ring_x(at, live + lane / kXChunks) + lane % kXChunks * kActPerChunk;
   }
 
@@ -577,51 +780,86 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
 
   // ---- Outputs of one token ----
 
-  /// Products and window terms of all rows in one sum per row and lane. An entry of the window is a
-  /// lane's: it adds its term to its own partial sums.
+  /// Products and window terms of a lane's rows in one sum per row. Every eighth entry of the
+  /// window is a lane's: it adds its terms to its own partial sums.
   __device__ __forceinline__ void output_one_token(const Position& at, unsigned char* from,
-                                                   bool has_state) {
-    float sum[kOneSlots];
+                                                   const Act* x, bool has_state) {
+    const int first_row = lane / kOneLanes * kOneRows;
+    const int in_team = lane % kOneLanes;
+    float sum[kOneRows];
 #pragma unroll
-    for (int s = 0; s < kOneSlots; ++s) sum[s] = 0.0f;
+    for (int s = 0; s < kOneRows; ++s) sum[s] = 0.0f;
     if (has_state) {
-      const State* tile = stage_state(from) + team * kOneSlots * kStateSize + column;
+      const State* tile = stage_state(from) + first_row * kStateSize + in_team * kVector;
 #pragma unroll
-      for (int s = 0; s < kOneSlots; ++s) {
+      for (int v = 0; v < kOneVectors; ++v) {
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
+        for (int s = 0; s < kOneRows; ++s) {
           const auto packed =
-              load_packed<State, kVector>(tile + s * kStateSize + v * kVector * kTeamLanes);
+              load_packed<State, kVector>(tile + s * kStateSize + v * kOneLanes * kVector);
 #pragma unroll
-          for (int i = 0; i < kVector; ++i) {
-            sum[s] = fmaf(packed[i], c_columns[v * kVector + i], sum[s]);
-          }
+          for (int i = 0; i < kVector; ++i) sum[s] = fmaf(packed[i], one_columns[v][i], sum[s]);
         }
       }
 #pragma unroll
-      for (int s = 0; s < kOneSlots; ++s) sum[s] *= one_scale;
+      for (int s = 0; s < kOneRows; ++s) sum[s] *= one_scale;
     }
-    static_assert(!kOneToken || kTeams == 1, "an entry's lane adds to all rows of the tile");
+    x += first_row;
 #pragma unroll
-    for (int i = 0; i < kEntryChunks; ++i) {
+    for (int i = 0; i < kOneEntries; ++i) {
+      if (i >= kOneEntries / 2 && live < i * kOneLanes) break;
       // Lanes beyond the window take the token's own x, with a weight of zero: no branch.
-      const int entry = min(kWarpLanes * i + lane, live);
-      const auto x = load_packed<Act, kOneSlots>(stage_x(from) + entry * kTileRows);
+      const int entry = min(i * kOneLanes + in_team, live);
+      const auto now = load_packed<Act, kOneRows>(x + entry * kTileRows);
 #pragma unroll
-      for (int s = 0; s < kOneSlots; ++s) sum[s] = fmaf(one_weight[i], x[s], sum[s]);
+      for (int s = 0; s < kOneRows; ++s) sum[s] = fmaf(one_weights[i], now[s], sum[s]);
     }
-    __syncwarp();
-    float y = reduce(sum);
+    float y = reduce_lanes<kOneLanes>(sum);
     if (lane % kOneRowLanes == 0) {
       if (p.z != nullptr) y *= silu(widen(gate(0, at)[lane / kOneRowLanes]));
       *y_at = narrow<Act>(y);
     }
   }
 
+  /// The same on the tensor cores, for what needs no splitting: a read copy, a two-byte state.
+  __device__ __forceinline__ void output_one_multiplied(const Position& at, unsigned char* from,
+                                                        int tile, const Act* x, int first,
+                                                        bool has_state) {
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int s = 0; s < kWindowSteps; ++s) {
+      if (16 * s >= live + own || 16 * s + 15 < first) continue;
+      std::uint32_t a[4];
+      load_window(x, s, a);
+      ptx::mma_bf16(sum, a[0], a[1], a[2], a[3], one_terms[s][0], one_terms[s][1]);
+    }
+    float rows[2] = {sum[0] + sum[1], sum[2] + sum[3]};  // g and g + 8
+    if (has_state) {
+      float of_state[2];
+      if constexpr (kHasCopy) {
+        Copy::multiply_one(Copy::moved(copy_in_stage(from), tile), lane, copy_columns[0], of_state);
+      } else {
+        float y[kBlocks][4] = {};
+        multiply_state(stage_state(from), y);
+        // Column 0: zero in other lanes than q = 0.
+        of_state[0] = y[0][0];
+        of_state[1] = y[0][2];
+      }
+      rows[0] = fmaf(of_state[0], one_scale, rows[0]);
+      rows[1] = fmaf(of_state[1], one_scale, rows[1]);
+    }
+    float y = reduce_lanes<4>(rows);
+    if (q % 2 == 0) {
+      if (p.z != nullptr) y *= silu(widen(gate(0, at)[g + 8 * (q / 2)]));
+      *y_at = narrow<Act>(y);
+    }
+  }
+
   // ---- Outputs of several tokens ----
 
-  __device__ __forceinline__ void output_tile(const Position& at, unsigned char* from, int first,
-                                              bool has_state) {
+  /// `tile`: of those in the stage.
+  __device__ __forceinline__ void output_tile(const Position& at, unsigned char* from, int tile,
+                                              const Act* x, int first, bool has_state) {
     float y[kTokenBlocks][4];
 #pragma unroll
     for (int k = 0; k < kTokenBlocks; ++k) {
@@ -630,7 +868,8 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
     }
     if (has_state) {
       if constexpr (kHasCopy) {
-        multiply_copy(from, y);
+        Copy::template multiply<kTokenBlocks>(Copy::moved(copy_in_stage(from), tile), lane,
+                                              copy_columns, y);
       } else {
         multiply_state(stage_state(from), y);
       }
@@ -643,7 +882,7 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
 #pragma unroll
     for (int s = 0; s < kWindowSteps; ++s) {
       if (16 * s < live + own && 16 * s + 15 >= first) {
-        multiply_window(stage_x(from), s, y);
+        multiply_window(x, s, y);
       }
     }
     if (p.z != nullptr) apply_gate(at, y);
@@ -672,23 +911,13 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
     }
   }
 
-  /// y[p, t] += sum_n S[p, n] C[t, n], S as the staged read copy has it.
-  __device__ __forceinline__ void multiply_copy(unsigned char* from, float (&y)[kTokenBlocks][4]) {
-    const auto columns = [&](int k, int s, std::uint32_t(&words)[1][Copy::kPairs]) {
-#pragma unroll
-      for (int i = 0; i < Copy::kPairs; ++i) words[0][i] = c_copy[k][s][i];
-    };
-    Copy::template multiply<kStateSize, kTokenBlocks, 1>(copy_in_stage(from), kStateSize, lane,
-                                                         kTokenBlocks, columns, y);
-  }
-
   /// y[p, t] += sum_n S[p, n] C[t, n] for the staged tile.
-  __device__ __forceinline__ void multiply_state(const State* tile, float (&y)[kTokenBlocks][4]) {
+  __device__ __forceinline__ void multiply_state(const State* tile, float (&y)[kBlocks][4]) {
     const State* low = tile + g * kStateSize + q * kOwn;
     const State* high = low + 8 * kStateSize;
-    float rest[kTokenBlocks][4];  // of the low terms, in a chain of its own
+    float rest[kBlocks][4];  // of the low terms, in a chain of its own
 #pragma unroll
-    for (int k = 0; k < kTokenBlocks; ++k) {
+    for (int k = 0; k < kBlocks; ++k) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) rest[k][i] = 0.0f;
     }
@@ -696,13 +925,19 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
     for (int s = 0; s < kSegments; ++s) {
       const auto s0 = load_packed<State, kOwn>(low + 4 * kOwn * s);
       const auto s1 = load_packed<State, kOwn>(high + 4 * kOwn * s);
-      if constexpr (kBf16Products) {
+      if constexpr (kPackedProducts) {
 #pragma unroll
         for (int i = 0; i < kOwn / 2; i += 2) {
 #pragma unroll
-          for (int k = 0; k < kTokenBlocks; ++k) {
-            ptx::mma_bf16(i % 4 == 0 ? y[k] : rest[k], s0.word[i], s1.word[i], s0.word[i + 1],
-                          s1.word[i + 1], c[k][s].word[i], c[k][s].word[i + 1]);
+          for (int k = 0; k < kBlocks; ++k) {
+            float(&sums)[4] = i % 4 == 0 ? y[k] : rest[k];
+            if constexpr (kF16Products) {
+              ptx::mma_f16(sums, s0.word[i], s1.word[i], s0.word[i + 1], s1.word[i + 1],
+                           c[k][s].word[i], c[k][s].word[i + 1]);
+            } else {
+              ptx::mma_bf16(sums, s0.word[i], s1.word[i], s0.word[i + 1], s1.word[i + 1],
+                            c[k][s].word[i], c[k][s].word[i + 1]);
+            }
           }
         }
       } else {
@@ -713,7 +948,7 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
           const ptx::Tf32Pair a2 = ptx::split_tf32(s0[2 * i + 1]);
           const ptx::Tf32Pair a3 = ptx::split_tf32(s1[2 * i + 1]);
 #pragma unroll
-          for (int k = 0; k < kTokenBlocks; ++k) {
+          for (int k = 0; k < kBlocks; ++k) {
             // bf16 is tf32 as it is; tf32 ignores an fp32's low bits.
             const float c0 = c_float[k][s][2 * i], c1 = c_float[k][s][2 * i + 1];
             const std::uint32_t w0 = __float_as_uint(c0), w1 = __float_as_uint(c1);
@@ -730,7 +965,7 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
       }
     }
 #pragma unroll
-    for (int k = 0; k < kTokenBlocks; ++k) {
+    for (int k = 0; k < kBlocks; ++k) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) y[k][i] += rest[k][i];
     }
@@ -759,18 +994,8 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
         }
       }
     } else {
-      // Matrix i of the load: entries 8 (i / 2).., state rows 8 (i % 2)..
       std::uint32_t a[4];
-      const int entry = min(16 * s + 8 * (lane / 16) + lane % 8, entries - 1);
-      ptx::load_matrices_transposed(a, x + entry * kTileRows + 8 * (lane / 8 % 2));
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int e0 = 16 * s + 8 * half + 2 * q;
-        const std::uint32_t mask =
-            (e0 < entries ? 0xffffu : 0u) | (e0 + 1 < entries ? 0xffff0000u : 0u);
-        a[2 * half] &= mask;
-        a[2 * half + 1] &= mask;
-      }
+      load_window(x, s, a);
 #pragma unroll
       for (int k = 0; k < kTokenBlocks; ++k) {
 #pragma unroll
@@ -782,48 +1007,76 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
     }
   }
 
+  /// The x of sixteen entries as rows g and g + 8 of a product. Entries beyond the window repeat
+  /// the last one, which has a weight in any case, with weights of zero.
+  __device__ __forceinline__ void load_window(const Act* x, int s, std::uint32_t (&a)[4]) const {
+    // Matrix i of the load: entries 8 (i / 2).., state rows 8 (i % 2)..
+    const int entry = min(16 * s + 8 * (lane / 16) + lane % 8, live + own - 1);
+    ptx::load_matrices_transposed(a, x + entry * kTileRows + 8 * (lane / 8 % 2));
+  }
+
   // ---- Folds ----
 
+  /// Copies B of records first .. first + kFoldRecords to scratch, and a zero behind them.
+  __device__ __forceinline__ void load_fold_columns(int first) const {
+    const Scratch to = scratch();
+    const int count = min(kFoldRecords, live - first);
+#pragma unroll 1
+    for (int i = lane; i < count * kBChunks; i += kWarpLanes) {
+      const int offset = i % kBChunks * kActPerChunk;
+      ptx::copy_async_16(to.b + i / kBChunks * kStateSize + offset,
+                         ring_b(first + i / kBChunks) + offset);
+    }
+    if (count % 2 != 0) {
+      for (int i = lane; i < kBChunks; i += kWarpLanes) {
+        *reinterpret_cast<uint4*>(to.b + count * kStateSize + i * kActPerChunk) = uint4{};
+      }
+    }
+    ptx::copy_async_wait_all();
+    __syncwarp();
+  }
+
   /// Folds the live records into the staged tile; to global memory too if asked.
+  template <Kind kKind>
   __device__ __forceinline__ void fold_tile(const Position& at, unsigned char* from,
                                             bool to_global) {
 #pragma unroll 1
     for (int first_row = 0; first_row < kTileRows; first_row += kPassRows) {
-      fold_pass(at, from, first_row, to_global);
+      fold_pass(at, stage_state(from) + first_row * kStateSize, stage_x<kKind>(from), first_row,
+                to_global);
     }
     __syncwarp();
   }
 
-  __device__ __forceinline__ void fold_pass(const Position& at, unsigned char* from, int first_row,
-                                            bool to_global) {
-    State* staged = stage_state(from) + first_row * kStateSize;
+  __device__ __forceinline__ void fold_pass(const Position& at, State* staged, const Act* x,
+                                            int first_row, bool to_global) {
     Tile tile;
     read_tile(staged, zero, tile);
-    const Table head = table();
-    const Act* x = stage_x(from) + first_row + team * kSlots;
-    const Act* from_b = ring_b(0);
-    int until_wrap = places - first_place;
-    // Two records ahead: they come from L2.
-    PackedColumns next[2];
-    const auto load_next = [&](PackedColumns& to) {
-      to = load_columns(from_b);
-      from_b += p.ring_b_place_stride;
-      if (--until_wrap == 0) from_b -= places * p.ring_b_place_stride;
-    };
-    load_next(next[0]);
-    if (live > 1) load_next(next[1]);
+    const Scratch with = scratch();
 #pragma unroll 1
-    for (int entry = 0; entry < live; ++entry) {
-      const PackedColumns b = next[0];
-      next[0] = next[1];
-      if (entry + 2 < live) load_next(next[1]);
-      const float dt = head.dt[entry];
-      const float decay = head.decay[entry];
-      float bv[kColumns];
-      widen_columns(b, bv);
-      const auto xv = load_packed<Act, kSlots>(x + entry * kTileRows);
+    for (int first = 0; first < live; first += kFoldRecords) {
+      __syncwarp();
+      if (live > kFoldRecords) load_fold_columns(first);
+      const int count = min(kFoldRecords, live - first);
+      prepare_fold(with, x, first, count, first_row);
+      const float* u = with.u + team * kSlots;
+      const float* decays = with.decay;
+      const Act* from_b = with.b + column;
+#pragma unroll 1
+      for (int entry = 0; entry < count; entry += kFoldStep) {
 #pragma unroll
-      for (int s = 0; s < kSlots; ++s) advance(tile, s, decay, __fmul_rn(dt, xv[s]), bv);
+        for (int i = 0; i < kFoldStep; ++i) {
+          float b[kColumns];
+          widen_columns(Lanes::load_vectors(from_b + i * kStateSize), b);
+          const auto now = load_packed<float, kSlots>(u + i * kPassRows);
+          const float decay = decays[i];
+#pragma unroll
+          for (int s = 0; s < kSlots; ++s) advance(tile, s, decay, now[s], b);
+        }
+        u += kFoldStep * kPassRows;
+        decays += kFoldStep;
+        from_b += kFoldStep * kStateSize;
+      }
     }
     if (to_global) {
       this->template write_tile<true, true>(
@@ -831,6 +1084,29 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
     } else {
       this->template write_tile<false, true>(tile, nullptr, staged);
     }
+  }
+
+  /// dt x and the decays of a pass's records, to scratch. A record more, where their number is odd,
+  /// is one that changes nothing: s = fma(s, 1, -0 * 0) for every s.
+  __device__ __forceinline__ void prepare_fold(const Scratch& to, const Act* x, int first,
+                                               int count, int first_row) const {
+    constexpr int kGroups = kPassRows / 4;  // of four rows
+    const Table head = table();
+#pragma unroll
+    for (int i = 0; i < kFoldRecords * kGroups; i += kWarpLanes) {
+      const int entry = (i + lane) / kGroups;
+      const int row = (i + lane) % kGroups * 4;
+      float4 u = {-0.0f, -0.0f, -0.0f, -0.0f};
+      if (entry < count) {
+        const auto xv = load_packed<Act, 4>(x + (first + entry) * kTileRows + first_row + row);
+        const float dt = head.dt[first + entry];
+        u = {__fmul_rn(dt, xv[0]), __fmul_rn(dt, xv[1]), __fmul_rn(dt, xv[2]),
+             __fmul_rn(dt, xv[3])};
+      }
+      *reinterpret_cast<float4*>(to.u + entry * kPassRows + row) = u;
+    }
+    if (lane < kFoldRecords) to.decay[lane] = lane < count ? head.decay[first + lane] : 1.0f;
+    __syncwarp();
   }
 
   // ---- Committed rows ----
@@ -847,19 +1123,21 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
             p.z == nullptr ? narrow<Act>(0.0f) : gate(t, at)[lane / kRowLanes]};
   }
 
-  __device__ __forceinline__ void committed_tile(const Position& at, unsigned char* from, int index,
-                                                 std::uint32_t parity) {
+  __device__ __forceinline__ void committed_tile(const Position& at, const Stage& stage) {
+    unsigned char* from = stage.at;
     TokenOperands first{};
     if (token_count > 0) first = load_operands(0, at);
     const float lane_dt = lane < token_count ? time_step(lane, at.head) : 0.0f;
-    ptx::mbarrier_wait(barrier(index), parity);
+    ptx::mbarrier_wait(stage.barrier, stage.parity);
     __syncwarp();
     if (live > 0) {
-      fold_tile(at, from, token_count == 0);
+      fold_tile<PlannedRow::kCommitted>(at, from, token_count == 0);
       ptx::fence_proxy_async();
     }
     if (token_count == 0) {
-      if (kHasCopy && live > 0) encode_copy(at, from);
+      if constexpr (kHasCopy) {
+        if (live > 0) encode_copy(at, from);
+      }
       return;
     }
     committed_pass(at, stage_state(from), first, lane_dt);
@@ -927,24 +1205,31 @@ class Mamba2StepKernel : private Mamba2Row<State, Act, kStateSize>,
   }
 
   unsigned char* shared;
-  int g, q;  // lane of a product: lane / 4 and lane % 4
+  int g, q;    // lane of a product: lane / 4 and lane % 4
+  int stages;  // that the row uses
 
   int tile_ahead, rows_ahead;  // the next tile to load, and its first row in its head
   const State* state_ahead;
-  const Act* x_ahead;             // its x, the chunk of entry lane / kXChunks
-  Act* y_at;                      // output of token 2 q, state row g of the tile
-  Act* x_append;                  // where the chunk of own token lane / kXChunks goes
-  Columns c[kBlocks][kSegments];  // C of token 8 k + g
+  CopyTile copy_ahead;
+  const Act* x_ahead[kXPointers];  // its x, the chunks of entries i kXEntries + lane / kXChunks
+  Act* y_at;                       // output of token 2 q, state row g of the tile
+  Act* x_append;                   // where the chunk of own token lane / kXChunks goes
+  Columns c[kBlocks][kSegments];   // C of token 8 k + g
   float c_float[kBlocks][kSegments][kCFloats > 0 ? kCFloats : 1];
   float bc[kBlocks][kEntryBlocks][2];  // B . C of entries 8 i + 2 q, + 1 and token 8 k + g
   // W of entries 16 s + {2q, 2q+1, 2q+8, 2q+9} and token 8 k + g: fp32, or bf16 terms.
   std::uint32_t weights[kBlocks][kWindowSteps][kWideAct ? 4 : 2 * kWeightTerms];
-  // C for read copies, by segments.
-  std::uint32_t c_copy[kBlocks][kCopySegments][Copy::kPairs];
-  float c_columns[kColumns];       // one token: C of this lane's columns,
-  float one_weight[kEntryChunks];  // the weights of entries 32 i + lane,
-  float one_scale;                 // and the scale of the checkpoint's part
-  float scale[kBlocks][2];         // of the checkpoint's part of tokens 8 k + 2 q, + 1
+  typename Copy::Columns copy_columns[kBlocks];  // C of token 8 k + g for read copies
+  float c_rest[kBlocks]
+              [2];          // inverses of what C in f16 was multiplied by, of tokens 8 k + 2 q, + 1
+  float scale[kBlocks][2];  // of the checkpoint's part of tokens 8 k + 2 q, + 1
+
+  // One token: C of this lane's columns, the weights of entries 8 i + lane % 8, or a term of those
+  // of entries 16 s + {2q, 2q+1, 2q+8, 2q+9}; and the scale of the checkpoint's part.
+  float one_columns[kOneVectors][kVector];
+  float one_weights[kOneEntries];
+  std::uint32_t one_terms[kWindowSteps][2];
+  float one_scale;
 };
 
 constexpr Mamba2Variant mamba2_variant_of(int token_blocks) {
@@ -969,9 +1254,9 @@ Mamba2KernelFunction mamba2_step_function(int state_size, Mamba2Variant variant)
   if (state_size == 64) return mamba2_step_kernel<State, Act, 64, 2, 5>;
   if (state_size == 256) return mamba2_step_kernel<State, Act, 256, 2, 5>;
   if (state_size != 128) return nullptr;
-  if (variant == Mamba2Variant::kOneToken) {
-    if constexpr (sizeof(State) == 4) return mamba2_step_kernel<State, Act, 128, 0, 2>;
-  }
+  // Kept few: nobody is known to keep a two-byte state beside fp32 activations.
+  if constexpr (sizeof(State) < sizeof(Act)) return mamba2_step_kernel<State, Act, 128, 2, 5>;
+  if (variant == Mamba2Variant::kOneToken) return mamba2_step_kernel<State, Act, 128, 0, 2>;
   if (variant == Mamba2Variant::kGeneral) return mamba2_step_kernel<State, Act, 128, 2, 5>;
   return mamba2_step_kernel<State, Act, 128, 1, 2>;
 }
@@ -981,6 +1266,9 @@ Mamba2KernelFunction mamba2_kernel_with(int state_size, Mamba2Variant variant) {
   if (state_size == 64) return mamba2_step_kernel<State, BF16, 64, 2, 5, kCopy>;
   if (state_size == 256) return mamba2_step_kernel<State, BF16, 256, 2, 5, kCopy>;
   if (state_size != 128) return nullptr;
+  if (variant == Mamba2Variant::kOneToken) {
+    return mamba2_step_kernel<State, BF16, 128, 0, 2, kCopy>;
+  }
   if (variant == Mamba2Variant::kGeneral) {
     return mamba2_step_kernel<State, BF16, 128, 2, 5, kCopy>;
   }

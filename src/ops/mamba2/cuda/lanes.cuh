@@ -21,7 +21,7 @@ class Mamba2Lanes {
   static constexpr int kVectors = kStateSize / (kVector * kTeamLanes);
   static constexpr int kTeams = kWarpLanes / kTeamLanes;
   static constexpr int kColumns = kVector * kVectors;
-  static constexpr int kPassRows = kTileRows / kTeams * kColumns > 32 ? kTileRows / 2 : kTileRows;
+  static constexpr int kPassRows = mamba2_pass_rows(kStateSize);
   static constexpr int kSlots = kPassRows / kTeams;
   static constexpr int kRowLanes = kWarpLanes / kPassRows;  // lanes that end up with a row's sum
   static_assert(kSlots * kTeams == kPassRows && kSlots <= kTeamLanes);
@@ -88,10 +88,14 @@ class Mamba2Lanes {
   };
 
   __device__ __forceinline__ PackedColumns load_columns(const Act* from) const {
+    return load_vectors(from + column);
+  }
+  /// From the first of them on.
+  static __device__ __forceinline__ PackedColumns load_vectors(const Act* from) {
     PackedColumns out;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      out.vector[v] = load_packed<Act, kVector>(from + v * kVector * kTeamLanes + column);
+      out.vector[v] = load_packed<Act, kVector>(from + v * kVector * kTeamLanes);
     }
     return out;
   }
@@ -110,10 +114,15 @@ class Mamba2Lanes {
   /// exchanges.
   template <int kCount>
   __device__ __forceinline__ float reduce(float (&sum)[kCount]) const {
-    exchange<kCount / 2, kTeamLanes / 2>(sum);
+    return reduce_lanes<kTeamLanes>(sum);
+  }
+  /// The same over teams of kLanes lanes.
+  template <int kLanes, int kCount>
+  __device__ __forceinline__ float reduce_lanes(float (&sum)[kCount]) const {
+    exchange<kCount / 2, kLanes / 2>(sum);
     float total = sum[0];
 #pragma unroll
-    for (int rest = kTeamLanes / kCount / 2; rest > 0; rest /= 2) {
+    for (int rest = kLanes / kCount / 2; rest > 0; rest /= 2) {
       total += __shfl_xor_sync(kAllLanes, total, rest);
     }
     return total;

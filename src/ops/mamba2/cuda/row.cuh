@@ -26,13 +26,14 @@ class Mamba2Row {
     places = p.limits.record_places();
   }
 
-  /// The warp's group and tiles; false if there is nothing left for it.
+  /// The warp's group and tiles, by the kind of its row; false if there is nothing left for it.
   __device__ __forceinline__ bool find_work() {
     const int run = static_cast<int>(blockIdx.x) * launch.warps + warp;
-    if (run >= launch.runs_per_group) return false;
+    const int tiles = kind == PlannedRow::kFlush ? launch.fold_tiles_per_run : launch.tiles_per_run;
+    tile_begin = run * tiles;
+    if (tile_begin >= launch.tiles_per_group) return false;
+    tile_end = min(tile_begin + tiles, launch.tiles_per_group);
     group = static_cast<int>(blockIdx.y);
-    tile_begin = run * launch.tiles_per_run;
-    tile_end = min(tile_begin + launch.tiles_per_run, launch.tiles_per_group);
     group_head = group * launch.heads_per_group;
     first_tile = position(tile_begin);
     return true;
