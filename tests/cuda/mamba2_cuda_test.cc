@@ -20,8 +20,9 @@ class Mamba2Cuda : public OnCuda {};
 struct Types {
   DType checkpoint, activation;
 };
-constexpr Types kTypes[] = {
-    {DType::kF32, DType::kF32}, {DType::kF32, DType::kBF16}, {DType::kBF16, DType::kBF16}};
+constexpr Types kTypes[] = {{DType::kF32, DType::kF32},  {DType::kF32, DType::kBF16},
+                            {DType::kBF16, DType::kF32}, {DType::kBF16, DType::kBF16},
+                            {DType::kF16, DType::kF32},  {DType::kF16, DType::kBF16}};
 
 constexpr ReplayLimits limits_of(int window, int draft) {
   return {.window = window, .draft_capacity = draft};
@@ -238,8 +239,10 @@ TEST_F(Mamba2Cuda, EveryConfigurationGivesTheSameBits) {
           for (const int tiles : {1, 3, 4, 16, 1000}) {
             for (int i = 0; i < 4; ++i) buffers[i]->upload(before[i].data(), before[i].size());
             h.y.fill(0xff);
-            const Status status =
-                h.launch({.warps = warps, .stages = stages, .tiles_per_run = tiles});
+            const Status status = h.launch({.warps = warps,
+                                            .stages = stages,
+                                            .tiles_per_run = tiles,
+                                            .fold_tiles_per_run = tiles % 4 == 0 ? 3 : 0});
             ASSERT_TRUE(status.ok()) << status.message();
             ASSERT_CUDA(cudaDeviceSynchronize());
             const auto label = [&] {
@@ -436,7 +439,13 @@ TEST_F(Mamba2Cuda, HostKnownMistakesAreRefused) {
   refused([](auto& p) { p.state_size = 96; }, "state_size is 96");
   refused([](auto& p) { p.limits = {.window = 4, .draft_capacity = 5}; }, "L = 4");
   refused([](auto& p) { p.limits.window = 65; }, "window 65");
-  refused([](auto& p) { p.checkpoint = DType::kF16; }, "f16");
+  refused([](auto& p) { p.activation = DType::kF16; }, "f16 activations");
+  refused(
+      [](auto& p) {
+        p.checkpoint = DType::kF16;
+        p.copy.format = ReadCopyFormat::kNvfp4;
+      },
+      "f16 checkpoint with bf16 activations and read copy nvfp4");
   refused([](auto& p) { p.x_token_stride += 1; }, "x token stride");
   refused([](auto& p) { p.ring_b = nullptr; }, "ring_b is null");
   refused([](auto& p) { p.state = static_cast<char*>(p.state) + 4; }, "4 mod 16");

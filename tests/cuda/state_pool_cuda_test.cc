@@ -101,14 +101,14 @@ class CudaMoves : public OnCuda, public ::testing::WithParamInterface<std::pair<
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(Types, CudaMoves,
-                         ::testing::Values(std::pair{DType::kF32, DType::kF32},
-                                           std::pair{DType::kF32, DType::kBF16},
-                                           std::pair{DType::kBF16, DType::kBF16}),
-                         [](const auto& test) {
-                           return std::string(to_string(test.param.first)) + "_" +
-                                  to_string(test.param.second);
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Types, CudaMoves,
+    ::testing::Values(std::pair{DType::kF32, DType::kF32}, std::pair{DType::kF32, DType::kBF16},
+                      std::pair{DType::kBF16, DType::kF32}, std::pair{DType::kBF16, DType::kBF16},
+                      std::pair{DType::kF16, DType::kF32}, std::pair{DType::kF16, DType::kBF16}),
+    [](const auto& test) {
+      return std::string(to_string(test.param.first)) + "_" + to_string(test.param.second);
+    });
 
 // Every prefix: the checkpoint of decode, fold, encode, which for f32 is plain decoding's; the
 // source keeps its bytes; both go on.
@@ -237,7 +237,7 @@ TEST_P(CudaMoves, LoadIntoASmallerWindowFolds) {
 }
 
 // One flush from identical inputs: the same bits where the CPU fuses multiply and add, elsewhere
-// two ulp of the row's largest value, or one code of bf16.
+// two ulp of the row's largest value, or one code of bf16 or f16.
 TEST_P(CudaMoves, FlushAgreesWithTheCpu) {
   Mamba2Case c = test_case();
   c.shape = {4, 64, 128, 2};
@@ -268,7 +268,9 @@ TEST_P(CudaMoves, FlushAgreesWithTheCpu) {
           largest = std::max(largest, std::abs(a[i]));
         const float ulp = std::nextafter(largest, std::numeric_limits<float>::infinity()) - largest;
         for (std::size_t i = row; i < row + columns; ++i) {
-          const float code = c.checkpoint == DType::kBF16 ? std::abs(a[i]) * 0x1p-7f : 0.0f;
+          const float code = c.checkpoint == DType::kBF16  ? std::abs(a[i]) * 0x1p-7f
+                             : c.checkpoint == DType::kF16 ? std::abs(a[i]) * 0x1p-10f + 0x1p-24f
+                                                           : 0.0f;
           ASSERT_LE(std::abs(a[i] - b[i]), std::max(2.0f * ulp, code)) << "element " << i;
         }
       }
@@ -411,11 +413,9 @@ TEST_F(CudaSteps, PoolsThatCannotBeAreRefused) {
   EXPECT_TRUE(
       refused(create(edited), StatusCode::kUnsupported, {"layer 1", "f32 activations", "nvfp4"}));
   edited = options;
-  edited.checkpoint = DType::kBF16;
-  EXPECT_TRUE(refused(create(edited), StatusCode::kUnsupported, {"bf16", "f32"}));
-  edited = options;
-  edited.checkpoint = DType::kF16;
-  EXPECT_TRUE(refused(create(edited), StatusCode::kUnsupported, {"layer 0", "f16", "bf16/bf16"}));
+  edited.activation = DType::kF16;
+  EXPECT_TRUE(
+      refused(create(edited), StatusCode::kUnsupported, {"layer 0", "f16 activations", "bf16"}));
 
   const std::size_t bytes = StatePool::bytes_per_slot(options).value().total * 3;
   AlignedBytes host(bytes);

@@ -139,10 +139,9 @@ class Mamba2CudaRunner : public CudaRunnerOf<Mamba2Runner> {
 inline Mamba2Case for_cuda(Mamba2Case c) {
   c.shape.head_dim = (c.shape.head_dim + 15) / 16 * 16;
   c.shape.state_size = c.shape.state_size <= 64 ? 64 : c.shape.state_size <= 128 ? 128 : 256;
-  for (DType* type : {&c.checkpoint, &c.activation, &c.dt_type}) {
+  for (DType* type : {&c.activation, &c.dt_type}) {
     if (*type == DType::kF16) *type = DType::kBF16;
   }
-  if (c.checkpoint == DType::kBF16 && c.activation == DType::kF32) c.activation = DType::kBF16;
   c.unit = 8;
   return c;
 }

@@ -46,6 +46,7 @@ struct Case {
 
 inline double bound(const Case& c) {
   if (c.checkpoint == DType::kBF16) return 4e-2;
+  if (c.checkpoint == DType::kF16) return 5e-3;
   return c.activation == DType::kBF16 ? 4e-3 : 2e-5;
 }
 
@@ -54,6 +55,11 @@ inline float from_bits(const unsigned char* at, DType dtype) {
     float value;
     std::memcpy(&value, at, 4);
     return value;
+  }
+  if (dtype == DType::kF16) {
+    F16 value;
+    std::memcpy(&value, at, 2);
+    return to_float(value);
   }
   BF16 value;
   std::memcpy(&value, at, 2);

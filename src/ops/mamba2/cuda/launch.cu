@@ -25,22 +25,28 @@ Mamba2KernelFunction find(const Mamba2CudaParams& p) {
   return mamba2_step_function<State, Act>(static_cast<int>(p.state_size), mamba2_variant(p));
 }
 
+template <typename State>
+Mamba2KernelFunction find_for(const Mamba2CudaParams& p) {
+  if (p.activation == DType::kF32) return find<State, float>(p);
+  if (p.activation == DType::kBF16) return find<State, BF16>(p);
+  return nullptr;
+}
+
 Mamba2KernelFunction find_kernel(const Mamba2CudaParams& p) {
-  const bool f32_state = p.checkpoint == DType::kF32;
-  const bool f32_act = p.activation == DType::kF32;
   if (p.copy.format != ReadCopyFormat::kNone) {
     const auto size = static_cast<int>(p.state_size);
     const Mamba2Variant variant = mamba2_variant(p);
     if (p.activation != DType::kBF16) return nullptr;
-    if (f32_state) return mamba2_copy_step_function<float>(p.copy.format, size, variant);
+    if (p.checkpoint == DType::kF32)
+      return mamba2_copy_step_function<float>(p.copy.format, size, variant);
     if (p.checkpoint == DType::kBF16) {
       return mamba2_copy_step_function<BF16>(p.copy.format, size, variant);
     }
     return nullptr;
   }
-  if (f32_state && f32_act) return find<float, float>(p);
-  if (f32_state && p.activation == DType::kBF16) return find<float, BF16>(p);
-  if (p.checkpoint == DType::kBF16 && p.activation == DType::kBF16) return find<BF16, BF16>(p);
+  if (p.checkpoint == DType::kF32) return find_for<float>(p);
+  if (p.checkpoint == DType::kBF16) return find_for<BF16>(p);
+  if (p.checkpoint == DType::kF16) return find_for<F16>(p);
   return nullptr;
 }
 
@@ -56,7 +62,8 @@ Status launch_step(const Mamba2CudaParams& params, const Mamba2CudaConfig& confi
 Status check_mamba2_support(const Mamba2CudaParams& p) {
   RSSM_RETURN_IF_ERROR(validate_geometry(p));
   if (find_kernel(p) == nullptr) {
-    return no_step_kernel(p.checkpoint, p.activation, p.copy.format);
+    return no_step_kernel(p.checkpoint, p.activation, p.copy.format,
+                          "f32, bf16 and f16 with f32 or bf16 activations");
   }
   return {};
 }
