@@ -50,18 +50,21 @@ struct PreferredRuns {
   std::int64_t replay, fold;
 };
 
-/// Where there is enough of everything.
+/// Where there is enough of everything. Short runs end evenly and are what committed rows, which
+/// have the length of replaying ones, want; long ones prepare less. One token on f32 is bound by
+/// memory and has instructions to spare; its flushes are few, and in long runs they leave most
+/// warps to rows that read.
 PreferredRuns preferred_runs(const Mamba2CudaParams& p) {
   if (p.copy.format != ReadCopyFormat::kNone) return {16, 8};
-  if (mamba2_variant(p) == Mamba2Variant::kOneToken) return {16, 16};
-  return {8, 8};
+  if (mamba2_variant(p) != Mamba2Variant::kOneToken) return {8, 8};
+  return {p.checkpoint == DType::kF32 ? 4 : 8, 16};
 }
 
 /// Cuts the step into runs: long enough to amortize what a run prepares, short enough that the last
 /// ones do not leave multiprocessors idle.
 void cut_runs(const Mamba2CudaParams& p, const CudaDeviceInfo& device, const Mamba2Tuning& tuning,
               Mamba2Launch& launch) {
-  // Measured on an H200: sixteen tiles amortize a run's preparation. With one token a wave of
+  // Measured on an H200: with one token a wave of
   // sixteen warps per multiprocessor is enough; with several, below three and a half the last one
   // costs more than that saves, down to four tiles, and below two waves further.
   constexpr std::int64_t kLongest = 16;
@@ -161,8 +164,8 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
     launch.stages =
         std::min(launch.stages, (launch.tiles_per_run + launch.copy_tiles - 1) / launch.copy_tiles);
     const std::int64_t runs = p.row_count * p.groups * launch.runs_per_group;
-    // A block per run where there are fewer runs than multiprocessors can take; and where memory is
-    // the limit, one token on a checkpoint, because such blocks end most evenly.
+    // A block per run where there are fewer runs than multiprocessors can take; and for long runs
+    // of one token, because such blocks end most evenly.
     const bool few = runs < std::int64_t{4} * device.multiprocessors;
     const bool alone = mamba2_variant(p) == Mamba2Variant::kOneToken &&
                        p.copy.format == ReadCopyFormat::kNone && launch.tiles_per_run >= 8;
