@@ -1,0 +1,437 @@
+// What a warp computes once: for its run, C and the products B . C of the window; for a head, time
+// steps, decays and the window's weights.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/ptx/mma.cuh"
+#include "cuda/vector.cuh"
+#include "ops/mamba2/cuda/lanes.cuh"
+#include "ops/mamba2/cuda/pipeline.cuh"
+
+namespace replayssm::cuda {
+
+/// kTokenBlocks: blocks of eight tokens a tentative row may have; 0: one token.
+template <typename State, typename Act, int kStateSize, int kTokenBlocks, int kWindowSteps,
+          ReadCopyFormat kCopy>
+class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSteps, kCopy> {
+  using Base = Mamba2Pipeline<State, Act, kStateSize, kWindowSteps, kCopy>;
+
+ protected:
+  using Base::kActPerChunk, Base::kHasCopy, Base::kind, Base::lane, Base::launch, Base::live;
+  using Base::own, Base::p, Base::places, Base::raw_time_step, Base::ring_b, Base::ring_dt;
+  using Base::shared, Base::tile_begin, Base::token_b, Base::token_c, Base::warp;
+  using typename Base::Copy, typename Base::Position;
+
+  static constexpr bool kOneToken = kTokenBlocks == 0;
+  // One token without tensor cores: splitting an fp32 state costs more than the products.
+  static constexpr bool kOnePlain = kOneToken && !kHasCopy && sizeof(State) == 4;
+
+  // One token on a checkpoint: eight lanes to four rows of a tile, each with every eighth vector of
+  // them, so that a sum has few lanes to travel.
+  static constexpr int kOneLanes = 8;
+  static constexpr int kVector = 16 / static_cast<int>(sizeof(State));
+  static constexpr int kOneVectors = kOnePlain ? kStateSize / (kOneLanes * kVector) : 1;
+  static constexpr int kOneEntries = 16 * kWindowSteps / kOneLanes;  // of the window, per lane
+
+  static constexpr int kBChunks = kStateSize / kActPerChunk;  // 16-byte chunks of B or C
+
+  // ---- Layout for products ----
+  //
+  // Lane (g, q) = (lane / 4, lane % 4) owns kOwn neighbouring columns of each segment of 4 kOwn, as
+  // pairs that serve as the k's of one tf32 product or, two pairs at a time, of one bf16 product.
+  static constexpr int kOwn = 16 / static_cast<int>(sizeof(State));
+  static constexpr int kSegments = kStateSize / (4 * kOwn);
+  static constexpr int kEntryBlocks = 2 * kWindowSteps;  // of eight entries
+  static constexpr int kBlocks = kOneToken ? 1 : kTokenBlocks;
+  static constexpr int kEntries = 16 * kWindowSteps;
+  static constexpr int kEntryChunks = (kEntries + kWarpLanes - 1) / kWarpLanes;
+  static constexpr bool kWideAct = sizeof(Act) == 4;
+  static_assert(!kHasCopy || !kWideAct);
+  static constexpr bool kWideState = sizeof(State) == 4;
+  // A two-byte state is multiplied as it is: with C in bf16, or with C brought to f16.
+  static constexpr bool kPackedProducts = !kWideState && !kWideAct;
+  static constexpr bool kF16Products = std::is_same_v<State, F16> && !kWideAct;
+  static constexpr int kCFloats = kPackedProducts ? 0 : kOwn;
+  // An fp32 weight as this many bf16 terms: 24 bits.
+  static constexpr int kWeightTerms = 3;
+
+  __device__ __forceinline__ Mamba2Window(const Mamba2CudaParams& params,
+                                          const Mamba2Launch& launch_shape,
+                                          unsigned char* shared_memory)
+      : Base(params, launch_shape, shared_memory), g(lane / 4), q(lane % 4) {}
+
+  /// A head's values by entry: the live records, then the row's own tokens.
+  struct Table {
+    float* weight;    // [token][kEntries]: dt times the product of later decays up to the token
+    float* dt;        // [entry]
+    float* decay;     // [entry]
+    float* scale;     // [token]: product of all decays up to the token
+    float* products;  // [kEntries], one-token kernels: B_entry . C
+  };
+  __device__ __forceinline__ Table table() const {
+    float* base = reinterpret_cast<float*>(shared + launch.shared.table_offset) +
+                  warp * launch.shared.table_stride;
+    const int tokens = static_cast<int>(p.limits.draft_capacity);
+    float* dt = base + tokens * kEntries;
+    return {base, dt, dt + places, dt + 2 * places, base};
+  }
+
+  // ---- What the run shares: the tokens' C, and B . C ----
+
+  using Columns = Packed<Act, kOwn>;
+
+  static __device__ __forceinline__ Columns no_columns() {
+    Columns none;
+#pragma unroll
+    for (int i = 0; i < Columns::kWords; ++i) none.word[i] = 0;
+    return none;
+  }
+
+  /// `first`: the first entry the window has, after the live records of a row that folds them.
+  __device__ __forceinline__ void prepare_group(int first) {
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) {
+      const int token = 8 * k + g;
+#pragma unroll
+      for (int s = 0; s < kSegments; ++s) {
+        c[k][s] = token < own ? load_packed<Act, kOwn>(token_c(token) + (4 * s + q) * kOwn)
+                              : no_columns();
+      }
+    }
+    if constexpr (kHasCopy) prepare_copy_columns();
+    const int entries = live + own;
+#pragma unroll
+    for (int i = 0; i < kEntryBlocks; ++i) {
+      float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+      if (8 * i < entries && 8 * i + 7 >= first) {
+        const int entry = 8 * i + g;
+        const bool present = entry >= first && entry < entries;
+        const Act* from = entry < live ? ring_b(entry) : token_b(entry - live);
+        Columns b[kSegments];
+#pragma unroll
+        for (int s = 0; s < kSegments; ++s) {
+          b[s] = present ? load_packed<Act, kOwn>(from + (4 * s + q) * kOwn) : no_columns();
+        }
+#pragma unroll
+        for (int s = 0; s < kSegments; ++s) {
+#pragma unroll
+          for (int k = 0; k < kOwn / 2; k += kWideAct ? 1 : 2) {
+            multiply_act(sums, c[0][s], c[kBlocks - 1][s], b[s], k);
+          }
+        }
+      }
+      bc[0][i][0] = sums[0];
+      bc[0][i][1] = sums[1];
+      if constexpr (kTokenBlocks == 2) {
+        bc[1][i][0] = sums[2];
+        bc[1][i][1] = sums[3];
+      }
+    }
+
+    if constexpr (kOneToken) {
+      // Column 0 of the products, lane 0..3, as a row by entry.
+#pragma unroll
+      for (int i = 0; i < kEntryBlocks; ++i) {
+        if (g == 0) {
+          *reinterpret_cast<float2*>(table().products + 8 * i + 2 * q) = {bc[0][i][0], bc[0][i][1]};
+        }
+      }
+      __syncwarp();
+    }
+    if constexpr (kOnePlain) {
+      const Act* from = token_c(0) + lane % kOneLanes * kVector;
+#pragma unroll
+      for (int v = 0; v < kOneVectors; ++v) {
+        const auto packed = load_packed<Act, kVector>(from + v * kOneLanes * kVector);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) one_columns[v][i] = packed[i];
+      }
+    } else if constexpr (kF16Products && !kHasCopy) {
+      bring_columns_to_f16();
+    } else if constexpr (!kPackedProducts) {
+#pragma unroll
+      for (int k = 0; k < kBlocks; ++k) {
+#pragma unroll
+        for (int s = 0; s < kSegments; ++s) {
+#pragma unroll
+          for (int i = 0; i < kOwn; ++i) c_float[k][s][i] = c[k][s][i];
+        }
+      }
+    }
+
+    // The run that begins with the group's first tile appends the tokens' B.
+    if (tile_begin == 0) {
+#pragma unroll 1
+      for (int i = lane; i < own * kBChunks; i += kWarpLanes) {
+        const int offset = (i % kBChunks) * kActPerChunk;
+        *reinterpret_cast<uint4*>(ring_b(live + i / kBChunks) + offset) =
+            *reinterpret_cast<const uint4*>(token_b(i / kBChunks) + offset);
+      }
+    }
+  }
+
+  /// C in f16, for the products with a state of that type.
+  __device__ __forceinline__ void bring_columns_to_f16() {
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) {
+      std::uint32_t amax = 0;
+#pragma unroll
+      for (int s = 0; s < kSegments; ++s) {
+#pragma unroll
+        for (int i = 0; i < Columns::kWords; ++i) {
+          amax = max(amax, larger_magnitude(c[k][s].word[i]));
+        }
+      }
+      amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 1));
+      amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 2));
+      const F16Range range(amax);
+#pragma unroll
+      for (int s = 0; s < kSegments; ++s) {
+#pragma unroll
+        for (int i = 0; i < Columns::kWords; ++i) {
+          c[k][s].word[i] =
+              f16_pair(c[k][s][2 * i] * range.factor, c[k][s][2 * i + 1] * range.factor);
+        }
+      }
+      c_rest[k][0] = __shfl_sync(kAllLanes, range.inverse, 8 * q);
+      c_rest[k][1] = __shfl_sync(kAllLanes, range.inverse, 8 * q + 4);
+    }
+  }
+
+  /// C for the products with a read copy, and what their sums are to be multiplied by.
+  __device__ __forceinline__ void prepare_copy_columns() {
+    if constexpr (kOneToken) {
+      c_rest[0][0] = Copy::load_columns(token_c(0), true, q, copy_columns[0]);
+      if (Copy::holds_one(g, q)) return;
+#pragma unroll
+      for (int s = 0; s < Copy::kSegments; ++s) {
+#pragma unroll
+        for (int i = 0; i < Copy::kPairs; ++i) copy_columns[0][s][i] = 0;
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kBlocks; ++k) {
+        const int token = 8 * k + g;
+        const float rest = Copy::load_columns(token_c(token), token < own, q, copy_columns[k]);
+        c_rest[k][0] = __shfl_sync(kAllLanes, rest, 8 * q);
+        c_rest[k][1] = __shfl_sync(kAllLanes, rest, 8 * q + 4);
+      }
+    }
+  }
+
+  /// sums += rows (low: g, high: g + 8) times columns, over pair k (and k + 1) of their elements.
+  static __device__ __forceinline__ void multiply_act(float (&sums)[4], const Columns& low,
+                                                      const Columns& high, const Columns& b,
+                                                      int k) {
+    constexpr bool two = kTokenBlocks == 2;
+    if constexpr (kWideAct) {
+      const ptx::Tf32Pair l0 = ptx::split_tf32(low[2 * k]), l1 = ptx::split_tf32(low[2 * k + 1]);
+      const ptx::Tf32Pair h0 = ptx::split_tf32(two ? high[2 * k] : 0.0f);
+      const ptx::Tf32Pair h1 = ptx::split_tf32(two ? high[2 * k + 1] : 0.0f);
+      const ptx::Tf32Pair b0 = ptx::split_tf32(b[2 * k]), b1 = ptx::split_tf32(b[2 * k + 1]);
+      ptx::mma_tf32(sums, l0.low, h0.low, l1.low, h1.low, b0.high, b1.high);
+      ptx::mma_tf32(sums, l0.high, h0.high, l1.high, h1.high, b0.low, b1.low);
+      ptx::mma_tf32(sums, l0.high, h0.high, l1.high, h1.high, b0.high, b1.high);
+    } else {
+      ptx::mma_bf16(sums, low.word[k], two ? high.word[k] : 0, low.word[k + 1],
+                    two ? high.word[k + 1] : 0, b.word[k], b.word[k + 1]);
+    }
+  }
+
+  // ---- What a head shares ----
+
+  /// A head's inputs as loaded, one head ahead of their use.
+  struct HeadInputs {
+    float a, d, bias;
+    float dt[kEntryChunks];  // of entry 32 i + lane: recorded, or raw for an own token
+  };
+
+  __device__ __forceinline__ HeadInputs load_head(std::int64_t head) const {
+    HeadInputs in;
+    in.a = p.a[head];
+    in.d = p.d == nullptr ? 0.0f : p.d[head];
+    in.bias = p.dt_bias == nullptr ? 0.0f : p.dt_bias[head];
+#pragma unroll
+    for (int i = 0; i < kEntryChunks; ++i) {
+      const int entry = kWarpLanes * i + lane;
+      in.dt[i] = entry < live         ? *ring_dt(head, entry)
+                 : entry < live + own ? raw_time_step(entry - live, head)
+                                      : 0.0f;
+    }
+    return in;
+  }
+
+  /// Time steps, decays and their products; the warp with the head's first tile appends the tokens'
+  /// time steps.
+  __device__ __forceinline__ void fill_table(const HeadInputs& in, const Position& at) {
+    const Table out = table();
+    float newer = 1.0f;
+    float weight[kEntryChunks], own_dt[kEntryChunks];
+#pragma unroll
+    for (int i = kEntryChunks - 1; i >= 0; --i) {
+      const int entry = kWarpLanes * i + lane;
+      float decay = 1.0f;
+      float dt = in.dt[i];
+      if (entry < live + own) {
+        if (entry >= live) {
+          dt = mamba2_time_step(dt, in.bias, p.dt_softplus, p.dt_min, p.dt_max);
+          if (at.p0 == 0) *ring_dt(at.head, entry) = dt;
+        }
+        decay = mamba2_decay(in.a, dt);
+        out.dt[entry] = dt;
+        out.decay[entry] = decay;
+      }
+      float product = entry < live ? decay : 1.0f;
+#pragma unroll
+      for (int step = 1; step < kWarpLanes; step *= 2) {
+        const float other = __shfl_down_sync(kAllLanes, product, step);
+        if (lane + step < kWarpLanes) product *= other;
+      }
+      const float next = __shfl_down_sync(kAllLanes, product, 1);
+      const float suffix = lane == kWarpLanes - 1 ? newer : next * newer;
+      weight[i] = entry < live && kind != PlannedRow::kFlush ? suffix * dt : 0.0f;
+      own_dt[i] = dt;
+      newer *= __shfl_sync(kAllLanes, product, 0);
+    }
+    __syncwarp();
+    const float all = kind == PlannedRow::kFlush ? 1.0f : newer;
+    if constexpr (kOneToken) {
+      if (own == 0) return;
+      const float decay = out.decay[live];
+      one_scale = all * decay;
+      float one_weight[kEntryChunks];  // of entry 32 i + lane
+#pragma unroll
+      for (int i = 0; i < kEntryChunks; ++i) {
+        const int entry = kWarpLanes * i + lane;
+        const float product = entry < kEntries ? out.products[entry] : 0.0f;
+        one_weight[i] =
+            entry == live ? fmaf(own_dt[i], product, in.d) : weight[i] * decay * product;
+        if (entry > live) one_weight[i] = 0.0f;
+      }
+      if constexpr (kHasCopy || kF16Products) one_scale *= c_rest[0][0];
+      spread_one_weights(one_weight);
+    } else {
+      fill_weights(out, all, weight, own_dt);
+    }
+  }
+
+  /// The window's weights without B . C, and the outputs' scales, for several tokens.
+  __device__ __forceinline__ void fill_weights(const Table& out, float all,
+                                               float (&weight)[kEntryChunks],
+                                               const float (&own_dt)[kEntryChunks]) {
+#pragma unroll 1
+    for (int t = 0; t < own; ++t) {
+      const float decay = out.decay[live + t];
+      all *= decay;
+      if (lane == 0) out.scale[t] = all;
+#pragma unroll
+      for (int i = 0; i < kEntryChunks; ++i) {
+        const int entry = kWarpLanes * i + lane;
+        weight[i] = entry == live + t ? own_dt[i] : weight[i] * decay;
+        if (entry < kEntries) out.weight[t * kEntries + entry] = weight[i];
+      }
+    }
+    __syncwarp();
+  }
+
+  /// Brings a token's weights to the lanes that multiply with them.
+  __device__ __forceinline__ void spread_one_weights(const float (&of_entry)[kEntryChunks]) {
+    if constexpr (kOnePlain) {
+#pragma unroll
+      for (int i = 0; i < kOneEntries; ++i) {
+        const int entry = i * kOneLanes + lane % kOneLanes;
+        one_weights[i] = __shfl_sync(kAllLanes, of_entry[i * kOneLanes / kWarpLanes], entry);
+      }
+    } else {
+      // Column g of the products takes term g of the weights.
+      const int first = kind == PlannedRow::kFlush ? live : 0;
+#pragma unroll
+      for (int s = 0; s < kWindowSteps; ++s) {
+        if (16 * s >= live + own || 16 * s + 15 < first) continue;
+        float rest[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int entry = 16 * s + 2 * q + i % 2 + 8 * (i / 2);
+          rest[i] = __shfl_sync(kAllLanes, of_entry[16 * s / kWarpLanes], entry);
+        }
+        one_terms[s][0] = one_terms[s][1] = 0;
+#pragma unroll
+        for (int term = 0; term < kWeightTerms; ++term) {
+          const Packed<BF16, 4> packed = take_bf16_term(rest);
+          if (g == term) {
+            one_terms[s][0] = packed.word[0];
+            one_terms[s][1] = packed.word[1];
+          }
+        }
+      }
+    }
+  }
+
+  /// The window's weights W and the outputs' scales, as this lane's operands of the products.
+  __device__ __forceinline__ void prepare_weights(float d) {
+    const Table head = table();
+#pragma unroll
+    for (int k = 0; k < kTokenBlocks; ++k) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int token = 8 * k + 2 * q + i;
+        scale[k][i] = token < own ? head.scale[token] : 0.0f;
+        if constexpr (kHasCopy || kF16Products) scale[k][i] *= c_rest[k][i];
+      }
+      const int token = 8 * k + g;
+      const float* row_weights = head.weight + (token < own ? token : 0) * kEntries + 2 * q;
+#pragma unroll
+      for (int s = 0; s < kWindowSteps; ++s) {
+        float weight[4];  // of entries 2q, 2q + 1, 2q + 8, 2q + 9 of the step
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 w = *reinterpret_cast<const float2*>(row_weights + 16 * s + 8 * half);
+          const int newest = live + token - (16 * s + 8 * half + 2 * q);
+          weight[2 * half] = fmaf(w.x, bc[k][2 * s + half][0], newest == 0 ? d : 0.0f);
+          weight[2 * half + 1] = fmaf(w.y, bc[k][2 * s + half][1], newest == 1 ? d : 0.0f);
+          if (newest < 0 || token >= own) weight[2 * half] = 0.0f;
+          if (newest < 1 || token >= own) weight[2 * half + 1] = 0.0f;
+        }
+        set_weights(k, s, weight);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void set_weights(int k, int s, const float (&weight)[4]) {
+    if constexpr (kWideAct) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) weights[k][s][i] = __float_as_uint(weight[i]);
+    } else {
+      float rest[4] = {weight[0], weight[1], weight[2], weight[3]};
+#pragma unroll
+      for (int term = 0; term < kWeightTerms; ++term) {
+        const Packed<BF16, 4> packed = take_bf16_term(rest);
+        weights[k][s][2 * term] = packed.word[0];
+        weights[k][s][2 * term + 1] = packed.word[1];
+      }
+    }
+  }
+
+  int g, q;  // lane of a product: lane / 4 and lane % 4
+
+  Columns c[kBlocks][kSegments];  // C of token 8 k + g
+  float c_float[kBlocks][kSegments][kCFloats > 0 ? kCFloats : 1];
+  float bc[kBlocks][kEntryBlocks][2];  // B . C of entries 8 i + 2 q, + 1 and token 8 k + g
+  // W of entries 16 s + {2q, 2q+1, 2q+8, 2q+9} and token 8 k + g: fp32, or bf16 terms.
+  std::uint32_t weights[kBlocks][kWindowSteps][kWideAct ? 4 : 2 * kWeightTerms];
+  typename Copy::Columns copy_columns[kBlocks];  // C of token 8 k + g for read copies
+  // Inverses of what C in f16 was multiplied by, of tokens 8 k + 2 q, + 1.
+  float c_rest[kBlocks][2];
+  float scale[kBlocks][2];  // of the checkpoint's part of tokens 8 k + 2 q, + 1
+
+  // One token: C of this lane's columns, the weights of entries 8 i + lane % 8, or a term of those
+  // of entries 16 s + {2q, 2q+1, 2q+8, 2q+9}; and the scale of the checkpoint's part.
+  float one_columns[kOneVectors][kVector];
+  float one_weights[kOneEntries];
+  std::uint32_t one_terms[kWindowSteps][2];
+  float one_scale;
+};
+
+}  // namespace replayssm::cuda
