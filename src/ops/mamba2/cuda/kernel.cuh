@@ -658,10 +658,13 @@ Mamba2KernelFunction mamba2_step_function(int state_size, Mamba2Variant variant)
   if (state_size == 256) return mamba2_step_kernel<State, Act, 256, 2, 5>;
   if (state_size != 128) return nullptr;
   // Kept few: nobody is known to keep a two-byte state beside fp32 activations.
-  if constexpr (sizeof(State) < sizeof(Act)) return mamba2_step_kernel<State, Act, 128, 2, 5>;
-  if (variant == Mamba2Variant::kOneToken) return mamba2_step_kernel<State, Act, 128, 0, 2>;
-  if (variant == Mamba2Variant::kGeneral) return mamba2_step_kernel<State, Act, 128, 2, 5>;
-  return mamba2_step_kernel<State, Act, 128, 1, 2>;
+  if constexpr (sizeof(State) < sizeof(Act)) {
+    return mamba2_step_kernel<State, Act, 128, 2, 5>;
+  } else {
+    if (variant == Mamba2Variant::kOneToken) return mamba2_step_kernel<State, Act, 128, 0, 2>;
+    if (variant == Mamba2Variant::kGeneral) return mamba2_step_kernel<State, Act, 128, 2, 5>;
+    return mamba2_step_kernel<State, Act, 128, 1, 2>;
+  }
 }
 
 template <typename State, ReadCopyFormat kCopy>
