@@ -28,6 +28,7 @@ class Mamba2Family {
   using Params = Mamba2CudaParams;
   using Tuning = Mamba2Tuning;
   static constexpr const char* kTitle = "Mamba-2";
+  static constexpr bool kSpreadFlushes = false;
 
   void create(cudaStream_t stream) {
     require(cudaMalloc(&a_, 4096 * 4), "cudaMalloc");

@@ -319,8 +319,14 @@ class CudaPool final : public DevicePool {
                            .slots = table_.slots,
                            .limits = table_.limits,
                            .error = table_.error,
-                           .planned = to},
+                           .planned = to,
+                           .spread_flushes = !has_mamba2()},
                           stream);
+  }
+  bool has_mamba2() const {
+    return std::any_of(options_.layers.begin(), options_.layers.end(), [](const LayerSpec& layer) {
+      return std::holds_alternative<Mamba2Shape>(layer.recurrence);
+    });
   }
 
   std::byte* page(int layer, std::int64_t slot) const {

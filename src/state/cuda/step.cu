@@ -28,27 +28,52 @@ __device__ PlannedRow plan_row(const PlanParams& p, const DeviceRow& row) {
   return out;
 }
 
-/// Rows that flush go to the front, the others to the back; among themselves in any order.
+/// Where rows go: those that flush evenly among the first `span`, which may be all flushes.
+struct RowOrder {
+  std::int64_t flushes;
+  std::int64_t span;
+
+  __device__ RowOrder(std::int64_t flushing, std::int64_t rows, bool spread)
+      : flushes(flushing), span(spread ? max(flushing, (rows + 1) / 2) : flushing) {}
+  __device__ std::int64_t of_flush(std::int64_t i) const { return i * span / flushes; }
+  /// The flushes before it are those with of_flush(i) - i <= j.
+  __device__ std::int64_t of_other(std::int64_t j) const {
+    const std::int64_t others = span - flushes;  // within the span
+    const std::int64_t before = others == 0 ? flushes : ((j + 1) * flushes + others - 1) / others;
+    return j + min(before, flushes);
+  }
+};
+
 __global__ void plan_kernel(const __grid_constant__ PlanParams p) {
-  __shared__ int front;
-  __shared__ int back;
-  if (threadIdx.x == 0) {
-    front = 0;
-    back = static_cast<int>(p.row_count);
-  }
+  __shared__ int flushes;
+  __shared__ int next_flush;
+  __shared__ int next_other;
+  if (threadIdx.x == 0) flushes = next_flush = next_other = 0;
   __syncthreads();
-  const RowCheck check{.rows = p.rows,
-                       .token_count = p.token_count,
-                       .cursors = p.cursors,
-                       .slots = p.slots,
-                       .limits = p.limits,
-                       .error = p.error};
-  for (int row = static_cast<int>(threadIdx.x); row < p.row_count;
-       row += static_cast<int>(blockDim.x)) {
-    const PlannedRow planned = plan_row(p, checked_row(check, row));
-    const bool first = planned.kind == PlannedRow::kFlush;
-    p.planned[first ? atomicAdd(&front, 1) : atomicAdd(&back, -1) - 1] = planned;
-  }
+  RowCheck check{.rows = p.rows,
+                 .token_count = p.token_count,
+                 .cursors = p.cursors,
+                 .slots = p.slots,
+                 .limits = p.limits,
+                 .error = nullptr};
+  const auto for_rows = [&](auto visit) {
+    for (int row = static_cast<int>(threadIdx.x); row < p.row_count;
+         row += static_cast<int>(blockDim.x)) {
+      visit(plan_row(p, checked_row(check, row)));
+    }
+  };
+  for_rows([&](const PlannedRow& planned) {
+    if (planned.kind == PlannedRow::kFlush) atomicAdd(&flushes, 1);
+  });
+  __syncthreads();
+  check.error = p.error;  // reported once
+  const RowOrder order(flushes, p.row_count, p.spread_flushes);
+  for_rows([&](const PlannedRow& planned) {
+    const bool flush = planned.kind == PlannedRow::kFlush;
+    const std::int64_t to = flush ? order.of_flush(atomicAdd(&next_flush, 1))
+                                  : order.of_other(atomicAdd(&next_other, 1));
+    p.planned[to] = planned;
+  });
 }
 
 __global__ void commit_kernel(const __grid_constant__ CommitParams p) {

@@ -38,12 +38,16 @@ struct PlanParams {
   ReplayLimits limits;
   DeviceError* error = nullptr;   // sticky, may be null
   PlannedRow* planned = nullptr;  // (rows)
+  /// Rows that flush are spread over the first half, for kernels of the delta rule: a flush is
+  /// arithmetic and a replay waits for memory, so they run side by side. Else they come first:
+  /// Mamba-2 gives them runs of their own length.
+  bool spread_flushes = false;
 };
 
-/// Checks a step's rows, resolves their cursors, and puts those that flush first: a flush is many
-/// times the work of a replay, so begun last it would be what a launch waits for. A row that names
-/// what does not exist becomes padding and is reported in the error word. Results do not depend on
-/// the order.
+/// Checks a step's rows, resolves their cursors, and puts those that flush before or among the
+/// others: a flush is many times the work of a replay, so begun last it would be what a launch
+/// waits for. A row that names what does not exist becomes padding and is reported in the error
+/// word. Results do not depend on the order.
 Status cuda_plan_step(const PlanParams& params, cudaStream_t stream);
 
 /// The commit of a step, for all layers at once.
