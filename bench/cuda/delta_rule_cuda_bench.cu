@@ -35,6 +35,7 @@ class DeltaRuleFamily {
   using Params = DeltaRuleCudaParams;
   using Tuning = DeltaRuleTuning;
   static constexpr const char* kTitle = kChannelDecay ? "Kimi Delta Attention" : "Gated DeltaNet";
+  static constexpr bool kSpreadFlushes = true;
 
   void create(cudaStream_t stream) {
     require(cudaMalloc(&a_log_, 4096 * 4), "cudaMalloc");
@@ -56,7 +57,7 @@ class DeltaRuleFamily {
   }
   static StateTraffic traffic(const Case& c, const Cursor& cursor) {
     return delta_rule_row_traffic(c.geometry.shape, c.checkpoint, c.activation, c.limits(),
-                                  c.kind(), cursor, c.tokens, FlushMode::kExact);
+                                  c.kind(), cursor, c.tokens, c.flush);
   }
 
   Params layer(const Case& c, std::int64_t slots, Arenas& arenas) const {
@@ -64,6 +65,7 @@ class DeltaRuleFamily {
     const std::int64_t places = c.limits().record_places();
     Params p;
     p.shape = s;
+    p.fast_flush = c.flush == FlushMode::kFast;
     p.state_head_stride = s.key_dim * s.value_dim;
     p.state_slot_stride = s.state_elements();
     p.ring_k_head_stride = places * s.key_dim;
@@ -117,12 +119,7 @@ class DeltaRuleFamily {
   static std::vector<Tuning> tunings(const Case&) {
     std::vector<Tuning> all;
     for (const int warps : {2, 4, 8}) {
-      for (const int parts : {1, 2, 4, 8}) {
-        for (const int stages : {1, 2}) {
-          if (stages > parts) continue;
-          all.push_back({.warps = warps, .parts = parts, .stages = stages});
-        }
-      }
+      for (const int tiles : {1, 2, 4, 8}) all.push_back({.warps = warps, .tiles = tiles});
     }
     return all;
   }
@@ -145,6 +142,11 @@ Cases<DeltaRuleFamily<kChannelDecay>> cases() {
     c.read_copy = format;
     return c;
   };
+  const auto fast = [&](const Geometry& g, int tokens) {
+    Case c = f32(g, 256, tokens);
+    c.flush = FlushMode::kFast;
+    return c;
+  };
   Cases<DeltaRuleFamily<kChannelDecay>> out;
   if constexpr (kChannelDecay) {
     const Geometry& kimi = kKda[1];
@@ -156,6 +158,7 @@ Cases<DeltaRuleFamily<kChannelDecay>> cases() {
     for (const ReadCopyFormat format : {ReadCopyFormat::kNvfp4, ReadCopyFormat::kFp8E4M3}) {
       out.targets.push_back(copied(kimi, format));
     }
+    for (const int tokens : {1, 4}) out.targets.push_back(fast(kimi, tokens));
   } else {
     const Geometry& g32 = kGdn[1];
     const Geometry& g64 = kGdn[3];
@@ -166,6 +169,7 @@ Cases<DeltaRuleFamily<kChannelDecay>> cases() {
     for (const ReadCopyFormat format : {ReadCopyFormat::kNvfp4, ReadCopyFormat::kFp8E4M3}) {
       out.targets.push_back(copied(g64, format));
     }
+    for (const int tokens : {1, 4}) out.targets.push_back(fast(g64, tokens));
   }
   const auto add = [&](const Geometry& g) {
     for (const DType checkpoint : {DType::kF32, DType::kBF16}) {

@@ -209,6 +209,7 @@ struct BenchCase {
   int window = 16;
   int tokens = 1;           // T: every row carries T
   bool accept_all = false;  // else uniform in 1..T
+  FlushMode flush = FlushMode::kExact;
 
   ReplayLimits limits() const { return {.window = window, .draft_capacity = tokens}; }
   RowKind kind() const { return mode == Mode::kPlain ? RowKind::kCommitted : RowKind::kTentative; }
@@ -222,6 +223,7 @@ std::string label(const BenchCase<Geometry>& c) {
     mode = c.tokens == 1 ? "replay" : "verify T=" + std::to_string(c.tokens);
     if (c.tokens > 1 && c.accept_all) mode += " all accepted";
     if (c.window != 16) mode += " L=" + std::to_string(c.window);
+    if (c.flush == FlushMode::kFast) mode += " fast flush";
   }
   const std::string copy =
       c.read_copy == ReadCopyFormat::kNone ? "" : std::string("+") + to_string(c.read_copy);
@@ -420,7 +422,8 @@ class Runner {
                               .slots = slots,
                               .limits = limits,
                               .error = error_,
-                              .planned = planned.back()},
+                              .planned = planned.back(),
+                              .spread_flushes = Family::kSpreadFlushes},
                              stream_));
     }
     return planned;

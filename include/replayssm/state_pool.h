@@ -123,7 +123,7 @@ struct StatePoolOptions {
   ReplayLimits limits;
   DType checkpoint = DType::kF32;  // f32, bf16 or f16; beyond 65504 an f16 state becomes infinite
   DType activation = DType::kF32;  // f32, bf16 or f16: records, convolution inputs, op operands
-  FlushMode flush = FlushMode::kExact;  // of layers that do not say; fast: on the CPU only
+  FlushMode flush = FlushMode::kExact;  // of layers that do not say
   /// Keep convolution inputs for the whole window, so that truncate and materialize accept any
   /// prefix in [checkpoint_position, position] instead of `position` only.
   bool rewindable = false;

@@ -50,94 +50,111 @@ class ReadCopyTiles {
     tile.scales = p.scales + at / 4 + (kNvfp4 ? first / kRows : first);
     return tile;
   }
-  static __device__ __forceinline__ CopyTile in_stage(unsigned char* stage, int width) {
+  /// Tile i of `tiles` that are staged together, plane by plane.
+  static __device__ __forceinline__ CopyTile in_stage(unsigned char* stage, int width, int i = 0,
+                                                      int tiles = 1) {
+    const int code_bytes = kRows * code_row_bytes(width);
     CopyTile tile;
-    tile.codes = stage;
-    tile.block_scales = stage + kRows * code_row_bytes(width);
-    tile.scales = reinterpret_cast<float*>(tile.block_scales + (kNvfp4 ? width : 0));
+    tile.codes = stage + i * code_bytes;
+    unsigned char* block_scales = stage + tiles * code_bytes;
+    tile.block_scales = block_scales + i * width;
+    tile.scales = reinterpret_cast<float*>(block_scales + (kNvfp4 ? tiles * width : 0)) +
+                  i * (kNvfp4 ? 1 : kRows);
     return tile;
   }
 
-  /// Asks for a tile; completes on the barrier with the caller's copy_async_arrive.
+  /// Asks for `tiles` consecutive tiles, to where in_stage has the first of them; completes on the
+  /// barrier with the caller's copy_async_arrive.
   static __device__ __forceinline__ void load(const CopyTile& from, const CopyTile& to, int width,
-                                              std::uint64_t* barrier, int lane) {
-    const int code_bytes = kRows * code_row_bytes(width);
+                                              int tiles, std::uint64_t* barrier, int lane) {
+    const int code_bytes = tiles * kRows * code_row_bytes(width);
+    const int more = tiles * (kNvfp4 ? width : kRows * 4);
+    void* more_to = kNvfp4 ? static_cast<void*>(to.block_scales) : to.scales;
+    const void* more_from = kNvfp4 ? static_cast<const void*>(from.block_scales) : from.scales;
     if (ptx::kHasBulkCopy) {
       if (lane == 0) {
         const auto policy = ptx::evict_first_policy();
-        const int more = kNvfp4 ? width : kRows * 4;
         ptx::mbarrier_expect(barrier, static_cast<std::uint32_t>(code_bytes + more));
         ptx::bulk_copy(to.codes, from.codes, static_cast<std::uint32_t>(code_bytes), barrier,
                        policy);
-        if constexpr (kNvfp4) {
-          ptx::bulk_copy(to.block_scales, from.block_scales, static_cast<std::uint32_t>(width),
-                         barrier, policy);
-        } else {
-          ptx::bulk_copy(to.scales, from.scales, kRows * 4, barrier, policy);
-        }
+        ptx::bulk_copy(more_to, more_from, static_cast<std::uint32_t>(more), barrier, policy);
       }
     } else {
       for (int i = lane * 16; i < code_bytes; i += kWarpLanes * 16) {
         ptx::copy_async_16(to.codes + i, from.codes + i);
       }
-      if constexpr (kNvfp4) {
-        for (int i = lane * 16; i < width; i += kWarpLanes * 16) {
-          ptx::copy_async_16(to.block_scales + i, from.block_scales + i);
-        }
-      } else {
-        if (lane < 4) ptx::copy_async_16(to.scales + 4 * lane, from.scales + 4 * lane);
+      for (int i = lane * 16; i < more; i += kWarpLanes * 16) {
+        ptx::copy_async_16(static_cast<std::uint8_t*>(more_to) + i,
+                           static_cast<const std::uint8_t*>(more_from) + i);
       }
     }
-    if (kNvfp4 && lane == 0) ptx::copy_async_4(to.scales, from.scales);
+    if (kNvfp4 && lane < tiles) ptx::copy_async_4(to.scales + lane, from.scales + lane);
+  }
+
+  /// A lane's part of eight columns (that of column g) as pairs that go with a copy's: kTerms bf16
+  /// terms of 16 columns in each segment of 64.
+  template <int kWidth, int kTerms>
+  struct Columns {
+    static constexpr int kSegments = (kWidth + kSegment - 1) / kSegment;
+    std::uint32_t pairs[kSegments][kTerms][kPairs];
+  };
+  /// vectors: eight of them, `pitch` elements apart.
+  template <int kWidth, int kTerms, typename T>
+  static __device__ __forceinline__ Columns<kWidth, kTerms> columns(const T* vectors, int pitch,
+                                                                    int width, int lane) {
+    static_assert(sizeof(T) == 4 || kTerms == 1);
+    Columns<kWidth, kTerms> out;
+#pragma unroll
+    for (int s = 0; s < Columns<kWidth, kTerms>::kSegments; ++s) {
+      const int n = s * kSegment + kBlock * (lane % 4);
+      Packed<T, kBlock> c{};
+      if (n < width) c = load_packed<T, kBlock>(vectors + lane / 4 * pitch + n);
+      if constexpr (sizeof(T) == 2) {
+        pair_like_codes(c.word, out.pairs[s][0]);
+      } else {
+        float left[kBlock];
+#pragma unroll
+        for (int i = 0; i < kBlock; ++i) left[i] = c[i];
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term) {
+          const auto packed = take_bf16_term<kBlock>(left);
+          pair_like_codes(packed.word, out.pairs[s][term]);
+        }
+      }
+    }
+    return out;
   }
 
   /// sums[r, c] += sum_n S[r, n] columns[c, n] of the staged tile, for rows g and g + 8.
-  /// columns(b, s, words): the lane's 16 columns of segment s of column 8 b + g as kTerms terms of
-  /// pairs of bf16; kWidth: columns the code allows for.
-  template <int kWidth, int kBlocks, int kTerms, typename Columns>
+  template <int kWidth, int kTerms>
   static __device__ __forceinline__ void multiply(const CopyTile& tile, int width, int lane,
-                                                  int blocks, Columns columns,
-                                                  float (&sums)[kBlocks][4]) {
+                                                  const Columns<kWidth, kTerms>& by,
+                                                  float (&sums)[4]) {
     const int g = lane / 4;
-    const int q = lane % 4;
-    float raw[kBlocks][4];
+    float raw[2][4] = {};
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) raw[b][i] = 0.0f;
-    }
-#pragma unroll
-    for (int s = 0; s < (kWidth + kSegment - 1) / kSegment; ++s) {
+    for (int s = 0; s < Columns<kWidth, kTerms>::kSegments; ++s) {
       if (s * kSegment >= width) break;
-      const int column = s * kSegment + kBlock * q;
+      const int column = s * kSegment + kBlock * (lane % 4);
       std::uint32_t low[kPairs], high[kPairs];
       decode(tile, width, g, column, low);
       decode(tile, width, g + 8, column, high);
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        if (kBlocks > 1 && b >= blocks) break;
-        std::uint32_t words[kTerms][kPairs];
-        columns(b, s, words);
+      for (int term = 0; term < kTerms; ++term) {
+        const auto& pairs = by.pairs[s][term];
 #pragma unroll
-        for (int term = 0; term < kTerms; ++term) {
-          std::uint32_t pairs[kPairs];
-          pair_like_codes(words[term], pairs);
-#pragma unroll
-          for (int i = 0; i < kPairs; i += 2) {
-            ptx::mma_bf16(raw[b], low[i], high[i], low[i + 1], high[i + 1], pairs[i], pairs[i + 1]);
-          }
+        for (int i = 0; i < kPairs; i += 2) {
+          ptx::mma_bf16(raw[i / 2 % 2], low[i], high[i], low[i + 1], high[i + 1], pairs[i],
+                        pairs[i + 1]);
         }
       }
     }
     const float scale_low = kNvfp4 ? tile.scales[0] * kNvfp4Rest : tile.scales[g];
     const float scale_high = kNvfp4 ? scale_low : tile.scales[g + 8];
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      sums[b][0] = fmaf(raw[b][0], scale_low, sums[b][0]);
-      sums[b][1] = fmaf(raw[b][1], scale_low, sums[b][1]);
-      sums[b][2] = fmaf(raw[b][2], scale_high, sums[b][2]);
-      sums[b][3] = fmaf(raw[b][3], scale_high, sums[b][3]);
-    }
+    sums[0] = fmaf(raw[0][0] + raw[1][0], scale_low, sums[0]);
+    sums[1] = fmaf(raw[0][1] + raw[1][1], scale_low, sums[1]);
+    sums[2] = fmaf(raw[0][2] + raw[1][2], scale_high, sums[2]);
+    sums[3] = fmaf(raw[0][3] + raw[1][3], scale_high, sums[3]);
   }
 
   /// Encodes the staged state (16 rows of `width` elements, contiguous) as the codec says, to

@@ -14,13 +14,12 @@
 
 namespace replayssm::cuda {
 
-/// The refusal of a combination of types for which there is no kernel. `without_copies`: those that
-/// a family has.
-inline Status no_step_kernel(DType checkpoint, DType activation, ReadCopyFormat copy,
-                             const char* without_copies = "f32/f32, f32/bf16 and bf16/bf16") {
+/// The refusal of a combination of types for which there is no kernel.
+inline Status no_step_kernel(DType checkpoint, DType activation, ReadCopyFormat copy) {
   return unsupported("no CUDA kernel for a ", to_string(checkpoint), " checkpoint with ",
                      to_string(activation), " activations and read copy ", to_string(copy),
-                     "; there are ", without_copies, ", with read copies f32/bf16 and bf16/bf16");
+                     "; there are f32, bf16 and f16 checkpoints with f32 and bf16 activations, and "
+                     "read copies of f32 and bf16 checkpoints with bf16 activations");
 }
 
 /// Launches a step's kernel over blocks (`blocks`, `groups`, rows), as many rows at a time as a

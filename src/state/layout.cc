@@ -129,10 +129,6 @@ Status check_flush_mode(int layer, const StatePoolOptions& options) {
     return unsupported("layer ", layer, ": flush mode is fast and read_copy is ",
                        to_string(spec.read_copy), ", expected exact or none");
   }
-  if (options.device.kind != DeviceKind::kCpu) {
-    return unsupported("layer ", layer, ": flush mode is fast, supported on ",
-                       to_string(options.device), ": exact");
-  }
   return {};
 }
 

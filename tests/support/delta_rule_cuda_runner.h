@@ -63,11 +63,9 @@ class DeltaCudaRunner : public CudaRunnerOf<DeltaRunner> {
 inline DeltaCase for_cuda(DeltaCase c) {
   c.shape.key_dim = (c.shape.key_dim + 15) / 16 * 16;
   c.shape.value_dim = (c.shape.value_dim + 15) / 16 * 16;
-  for (DType* type : {&c.checkpoint, &c.activation, &c.gate_type}) {
+  for (DType* type : {&c.activation, &c.gate_type}) {
     if (*type == DType::kF16) *type = DType::kBF16;
   }
-  if (c.checkpoint == DType::kBF16) c.activation = DType::kBF16;
-  c.flush = FlushMode::kExact;
   c.unit = 8;
   c.f32_bound = 2e-5;  // scores are sums of unscaled products
   return c;
@@ -75,12 +73,14 @@ inline DeltaCase for_cuda(DeltaCase c) {
 
 /// Two key and four value heads of 128 x 32 behind a convolution, two layers.
 inline DeltaCase usual_delta_case(DeltaFamily family, DType checkpoint = DType::kF32,
-                                  DType activation = DType::kF32) {
+                                  DType activation = DType::kF32,
+                                  FlushMode flush = FlushMode::kExact) {
   DeltaCase c = for_cuda(small_delta_case(family, "usual", 6, 3));
   c.shape.key_dim = 128;
   c.shape.value_dim = 32;
   c.checkpoint = checkpoint;
   c.activation = activation;
+  c.flush = flush;
   c.conv_width = 4;
   c.layers = 2;
   c.rewindable = true;

@@ -59,8 +59,8 @@ Status kimi_delta_attention_step(const CpuContext& context, StatePool& pool, int
 /// On a CUDA pool: the pointers of params and operands are device memory of the pool's device,
 /// aligned to 16 bytes, with strides of q, k and v that are multiples of 16 bytes. One launch on
 /// the context's stream; it allocates nothing, does not wait, and may be captured in a graph.
-/// key_dim and value_dim are multiples of 16 up to 256, types f32/f32, f32/bf16 and bf16/bf16
-/// (checkpoint/activation), read copies with bf16 activations, exact flushes. Results differ from
+/// key_dim and value_dim are multiples of 16 up to 256, checkpoints f32, bf16 and f16, activations
+/// f32 and bf16, read copies of f32 and bf16 checkpoints with bf16 activations. Results differ from
 /// the CPU's in the order of sums; fp32 numbers are multiplied as two or three terms on the tensor
 /// cores.
 Status kimi_delta_attention_step(const CudaContext& context, StatePool& pool, int layer, Step& step,

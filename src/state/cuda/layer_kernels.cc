@@ -53,6 +53,9 @@ LayerKernels::LayerKernels(const LayerSpec& spec, const StatePoolOptions& option
         p.copy.format = spec.read_copy;
       },
       params_);
+  if (auto* p = std::get_if<DeltaRuleCudaParams>(&params_)) {
+    p->fast_flush = spec.flush.value_or(options.flush) == FlushMode::kFast;
+  }
 }
 
 LayerKernels::Rings LayerKernels::rings() {
@@ -66,17 +69,17 @@ LayerKernels::Rings LayerKernels::rings() {
             3};
   }
   auto& p = std::get<DeltaRuleCudaParams>(params_);
-  return {
-      {{{"k", &p.ring_k, &p.ring_k_slot_stride, &p.ring_k_head_stride, nullptr},
-        {"k_scale", address_of(p.ring_k_scale), &p.ring_k_scale_slot_stride,
-         &p.ring_k_scale_head_stride, nullptr},
-        {"v", &p.ring_v, &p.ring_v_slot_stride, &p.ring_v_head_stride, nullptr},
-        {"decay", address_of(p.ring_decay), &p.ring_decay_slot_stride, &p.ring_decay_head_stride,
-         nullptr},
-        {"beta", address_of(p.ring_beta), &p.ring_beta_slot_stride, &p.ring_beta_head_stride,
-         nullptr},
-        {"delta", &p.ring_delta, &p.ring_delta_slot_stride, &p.ring_delta_head_stride, nullptr}}},
-      6};
+  // Fast flushes have no use for the last two.
+  return {{{{"k", &p.ring_k, &p.ring_k_slot_stride, &p.ring_k_head_stride, nullptr},
+            {"k_scale", address_of(p.ring_k_scale), &p.ring_k_scale_slot_stride,
+             &p.ring_k_scale_head_stride, nullptr},
+            {"decay", address_of(p.ring_decay), &p.ring_decay_slot_stride,
+             &p.ring_decay_head_stride, nullptr},
+            {"delta", &p.ring_delta, &p.ring_delta_slot_stride, &p.ring_delta_head_stride, nullptr},
+            {"v", &p.ring_v, &p.ring_v_slot_stride, &p.ring_v_head_stride, nullptr},
+            {"beta", address_of(p.ring_beta), &p.ring_beta_slot_stride, &p.ring_beta_head_stride,
+             nullptr}}},
+          p.fast_flush ? 4u : 6u};
 }
 
 void LayerKernels::point_at_pages(const PageLayout& layout, std::byte* page,

@@ -1,6 +1,7 @@
 #include "ops/delta_rule/cuda/config.h"
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 #include <sstream>
 
@@ -11,11 +12,13 @@ namespace {
 
 DeltaRuleShared plan_shared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch& launch) {
   const DeltaRuleVariant variant = delta_rule_variant(p);
-  const std::int64_t columns = 8 * delta_rule_column_blocks(variant);
+  const std::int64_t columns = 8 * delta_rule_column_blocks(variant);  // of products
+  const std::int64_t chunk = delta_rule_chunk(variant);
   const std::int64_t window = p.limits.window;
-  const std::int64_t entries = window + columns / 2;
-  const std::int64_t vector = launch.vector_pitch;
+  const std::int64_t entries = window + chunk;
   const auto act_bytes = static_cast<std::int64_t>(size_of(p.activation));
+  const std::int64_t raw = launch.act_pitch * act_bytes;
+  const std::int64_t vector = 4 * launch.vector_pitch;
   DeltaRuleShared plan;
   std::int64_t at = 0;
   const auto take = [&](std::int64_t bytes) {
@@ -23,31 +26,38 @@ DeltaRuleShared plan_shared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch&
     at = round_up_to(at + bytes, 16);
     return static_cast<std::int32_t>(begin);
   };
-  plan.values = static_cast<std::int32_t>(kDeltaRuleTileRows * p.shape.key_dim *
-                                          static_cast<std::int64_t>(size_of(p.checkpoint)));
+  // A stage: a tile of the state, or what a replaying row reads of the copy.
+  const std::int64_t tile =
+      kDeltaRuleTileRows * p.shape.key_dim * static_cast<std::int64_t>(size_of(p.checkpoint));
+  plan.values = static_cast<std::int32_t>(
+      std::max(tile, launch.copy_tiles * staged_copy_bytes(p.copy.format, p.shape.key_dim)));
+  // 16 bytes more than the rows: lanes that read several records together do not share banks.
+  plan.value_pitch =
+      static_cast<std::int32_t>(launch.copy_tiles * kDeltaRuleTileRows + 16 / act_bytes);
   plan.stage_bytes = static_cast<std::int32_t>(
-      round_up_to(plan.values + p.limits.record_places() * kDeltaRuleTileRows * act_bytes, 128));
-  take(std::int64_t{launch.warps} * launch.stages * plan.stage_bytes);
-  plan.raw_tokens = take(columns * vector * act_bytes);
-  plan.raw_keys = take(window * vector * act_bytes);
-  plan.vectors = take(4 * columns * vector);
+      round_up_to(plan.values + window * plan.value_pitch * act_bytes, 128));
+  take(std::int64_t{launch.warps} * plan.stage_bytes);
+  plan.raw_tokens = take(2 * chunk * raw);
+  plan.raw_keys = take(window * p.shape.key_dim * act_bytes);
+  plan.vectors = take(2 * chunk * vector);
+  plan.keys = take(window * vector);
   if (p.shape.channel_decay) {
-    plan.raw_gates = take(4 * columns / 2 * vector);
-    plan.decays = take(4 * entries * vector);
-    plan.total = take(4 * vector);
-  } else {
-    plan.keys = take(4 * window * vector);
+    plan.raw_gates = take(chunk * vector);
+    plan.decays = take(4 * entries * p.shape.key_dim);
+    plan.total = take(vector);
   }
-  plan.gate_stride = static_cast<std::int32_t>(2 * entries + 2);
-  plan.gates = take(4 * launch.parts * plan.gate_stride);
   plan.key_scale = take(4 * window);
   plan.scale = take(4 * columns);
-  plan.scores = take(4 * entries * columns);
+  // Groups of eight entries, those of the row's own tokens apart.
+  plan.score_stride = static_cast<std::int32_t>(round_up_to(window, 8) + round_up_to(chunk, 8) + 4);
+  plan.scores = take(4 * columns * plan.score_stride);
+  plan.betas = static_cast<std::int32_t>(4 * entries);
+  plan.weights = static_cast<std::int32_t>(round_up_to(2 * plan.betas, 16));
   plan.weight_stride = static_cast<std::int32_t>(round_up_to(window, 16) + 4);
-  plan.weight_bytes = static_cast<std::int32_t>(
-      4 * (columns * plan.weight_stride + columns * columns / 2 + columns));
-  plan.weights = take(std::int64_t{launch.parts} * plan.weight_bytes);
-  plan.barriers = take(8 * launch.stages * launch.warps);
+  plan.head_bytes = static_cast<std::int32_t>(
+      round_up_to(plan.weights + 4 * columns * (plan.weight_stride + chunk + 1), 16));
+  plan.head = take(std::int64_t{launch.warps} * plan.head_bytes);
+  plan.barriers = take(8 * (launch.warps + 1));
   plan.bytes = static_cast<std::int32_t>(round_up_to(at, 128));
   return plan;
 }
@@ -56,18 +66,21 @@ DeltaRuleShared plan_shared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch&
 
 DeltaRuleVariant delta_rule_variant(const DeltaRuleCudaParams& p) {
   if (p.shape.key_dim != 128 || p.limits.draft_capacity > 8) return DeltaRuleVariant::kAny;
+  if (p.activation != DType::kBF16 || p.checkpoint == DType::kF16) return DeltaRuleVariant::kAny;
   // Of the kernels that read copies there are fewer.
   if (p.copy.format != ReadCopyFormat::kNone && p.limits.draft_capacity > 4) {
     return DeltaRuleVariant::kAny;
   }
-  return p.limits.draft_capacity <= 4 ? DeltaRuleVariant::kSmall : DeltaRuleVariant::kDraft;
+  return p.limits.draft_capacity == 1   ? DeltaRuleVariant::kSingle
+         : p.limits.draft_capacity <= 4 ? DeltaRuleVariant::kSmall
+                                        : DeltaRuleVariant::kDraft;
 }
 
 std::string DeltaRuleCudaConfig::to_string() const {
   std::ostringstream out;
-  out << launch.warps << " warps x " << launch.parts << (launch.parts == 1 ? " part, " : " parts, ")
-      << launch.stages << (launch.stages == 1 ? " stage, " : " stages, ") << blocks << " blocks, "
-      << launch.shared.bytes << " B shared, " << blocks_per_multiprocessor << " per SM: " << reason;
+  out << launch.warps << " warps x " << launch.tiles << (launch.tiles == 1 ? " tile, " : " tiles, ")
+      << blocks << " blocks, " << launch.shared.bytes << " B shared, " << blocks_per_multiprocessor
+      << " per SM: " << reason;
   return std::move(out).str();
 }
 
@@ -78,52 +91,59 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
     return unsupported(p.shape.key_heads, " key heads; a launch allows ", kMostInGrid);
   }
   struct Candidate {
-    int warps, parts, stages;
+    int warps, tiles;
     const char* reason;
   };
-  // Tried in this order; the first that fits the device wins. Several parts amortize what their key
-  // head shares, where there are blocks enough for every multiprocessor all the same.
+  // Tried in this order; the first that fits the device wins. Long runs amortize what is prepared
+  // for them, where there are warps enough for every multiprocessor all the same.
   static constexpr Candidate kCandidates[] = {
-      {4, 4, 1, "two-byte tiles: four small blocks keep more loads in flight than two"},
-      {4, 2, 1, "small blocks: one loads while others prepare or compute"},
-      {8, 4, 1, "the parts of a key head share its keys' preparation"},
-      {8, 2, 1, "the parts of a key head share its keys' preparation"},
-      {8, 1, 1, "a head per block: its state is asked for before its keys are prepared"},
-      {4, 1, 1, "long windows leave room for four warps"},
-      {2, 1, 1, "long windows leave room for two warps"},
-      {1, 1, 1, "long windows leave room for one warp"},
+      {8, 4, "long runs: what a head needs is prepared once for four tiles"},
+      {4, 4, "long runs of two-byte tiles: small blocks load while others compute"},
+      {4, 2, "runs of two tiles, four warps to what they share"},
+      {8, 1, "a tile per warp: the state is asked for before its keys are prepared"},
+      {4, 1, "long windows leave room for four warps"},
+      {2, 1, "long windows leave room for two warps"},
+      {1, 1, "long windows leave room for one warp"},
   };
-  const auto tiles = static_cast<int>(p.shape.value_dim / kDeltaRuleTileRows);
-  const bool asked = tuning.warps != 0 || tuning.parts != 0 || tuning.stages != 0;
+  constexpr int kCopyTiles = 4;
+  constexpr int kResident = kDeltaRuleResidentBlocks * kDeltaRuleMaxWarps;
+  const auto tiles_per_head = static_cast<int>(p.shape.value_dim / kDeltaRuleTileRows);
+  const bool asked = tuning.warps != 0 || tuning.tiles != 0;
   std::int32_t least_bytes = std::numeric_limits<std::int32_t>::max();
   for (const Candidate& candidate : kCandidates) {
     DeltaRuleCudaConfig config;
     DeltaRuleLaunch& launch = config.launch;
-    launch.tiles_per_head = tiles;
+    launch.tiles_per_head = tiles_per_head;
     launch.heads_per_key = static_cast<std::int32_t>(p.shape.heads_per_key());
     launch.decays = static_cast<std::int32_t>(p.shape.decays());
-    const auto state_bytes = static_cast<int>(size_of(p.checkpoint));
-    launch.vector_pitch = delta_rule_vector_pitch(static_cast<int>(p.shape.key_dim));
-    launch.warps = std::min(tuning.warps != 0 ? tuning.warps : candidate.warps, tiles);
-    launch.parts = tuning.parts != 0 ? tuning.parts : candidate.parts;
-    launch.parts_per_head = (tiles + launch.warps - 1) / launch.warps;
-    launch.head_of_part = static_cast<std::uint32_t>(
-        ((std::int64_t{1} << 31) + launch.parts_per_head - 1) / launch.parts_per_head);
-    launch.parts_per_key = launch.parts_per_head * launch.heads_per_key;
-    launch.parts = std::min(launch.parts, launch.parts_per_key);
-    launch.stages = std::min(tuning.stages != 0 ? tuning.stages : candidate.stages, launch.parts);
-    config.blocks_per_key = (launch.parts_per_key + launch.parts - 1) / launch.parts;
+    const auto key_dim = static_cast<int>(p.shape.key_dim);
+    launch.act_pitch = delta_rule_vector_pitch(key_dim, static_cast<int>(size_of(p.activation)));
+    launch.vector_pitch = delta_rule_vector_pitch(key_dim, 4);
+    launch.tiles = std::min(tuning.tiles != 0 ? tuning.tiles : candidate.tiles, tiles_per_head);
+    launch.runs_per_head = (tiles_per_head + launch.tiles - 1) / launch.tiles;
+    launch.head_of_run = static_cast<std::uint32_t>(
+        ((std::int64_t{1} << 31) + launch.runs_per_head - 1) / launch.runs_per_head);
+    launch.runs_per_key = launch.runs_per_head * launch.heads_per_key;
+    launch.warps =
+        std::min(tuning.warps != 0 ? tuning.warps : candidate.warps, launch.runs_per_key);
+    if (p.copy.format != ReadCopyFormat::kNone) {
+      // A power of two: lanes are cut by it.
+      launch.copy_tiles = static_cast<std::int32_t>(
+          std::bit_floor(static_cast<unsigned>(std::min(kCopyTiles, launch.tiles))));
+    }
+    config.blocks_per_key = (launch.runs_per_key + launch.warps - 1) / launch.warps;
     config.blocks = p.row_count * p.shape.key_heads * config.blocks_per_key;
-    if (!asked) {
-      const bool small = candidate.warps == 4 && candidate.parts > 1;
-      if (small && state_bytes == 4 && !p.shape.channel_decay) continue;
-      if (launch.parts < candidate.parts) continue;
-      if (candidate.parts > 1 && config.blocks < std::int64_t{8} * device.multiprocessors) continue;
+    if (!asked && candidate.tiles > 1) {
+      if (candidate.warps > 4 && size_of(p.checkpoint) == 2) continue;
+      // Every channel's decay is prepared per head: a block with few warps takes too long over it.
+      if (candidate.tiles > 2 && p.shape.channel_decay) continue;
+      const std::int64_t warps = config.blocks * launch.warps;
+      if (warps < std::int64_t{4} * kResident * device.multiprocessors) continue;
     }
     launch.shared = plan_shared(p, launch);
     least_bytes = std::min(least_bytes, launch.shared.bytes);
     config.blocks_per_multiprocessor =
-        blocks_that_fit(device, launch.shared.bytes, launch.warps, 2 * kDeltaRuleMaxWarps);
+        blocks_that_fit(device, launch.shared.bytes, launch.warps, kResident);
     if (config.blocks_per_multiprocessor == 0) continue;
     config.reason = asked ? "as asked" : candidate.reason;
     config.shared_limit = static_cast<std::int32_t>(device.shared_per_block);

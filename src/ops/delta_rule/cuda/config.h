@@ -1,9 +1,9 @@
 // How a CUDA step of the delta rule is cut into blocks, as data that can be printed.
 //
 // The unit of work is a tile: kDeltaRuleTileRows rows (of value_dim) of one head's state,
-// contiguous in memory. A part is what the warps of a block hold at once, one tile of one head per
-// warp. A block takes `parts` consecutive parts of one key head of one row of the step, and asks
-// for the state of the first `stages` of them before it prepares what they share (keys, scores).
+// contiguous in memory. A run is what one warp does alone: consecutive tiles of one head. A block
+// takes the runs of as many warps, all of one key head of one row of the step, and prepares once
+// what they share (keys, scores).
 #pragma once
 
 #include <cstddef>
@@ -17,13 +17,16 @@
 namespace replayssm::cuda {
 
 inline constexpr int kDeltaRuleMaxWarps = 8;
+/// Blocks of as many for which the kernels leave registers on a multiprocessor.
+inline constexpr int kDeltaRuleResidentBlocks = 2;
 inline constexpr int kDeltaRuleTileRows = 16;
 
 /// The kernels there are for a pair of types and a kind of decay.
 enum class DeltaRuleVariant {
-  kSmall,  // key_dim 128, draft capacity up to 4
-  kDraft,  // key_dim 128, draft capacity up to 8
-  kAny,    // key_dim a multiple of 16 up to 256, draft capacity up to 16
+  kSingle,  // key_dim 128, draft capacity 1
+  kSmall,   // key_dim 128, draft capacity up to 4
+  kDraft,   // key_dim 128, draft capacity up to 8
+  kAny,     // key_dim a multiple of 16 up to 256, draft capacity up to 16
 };
 DeltaRuleVariant delta_rule_variant(const DeltaRuleCudaParams& params);
 constexpr int delta_rule_key_dim(DeltaRuleVariant variant) {
@@ -31,37 +34,45 @@ constexpr int delta_rule_key_dim(DeltaRuleVariant variant) {
 }
 /// Blocks of eight columns of a product: k and q of four tokens.
 constexpr int delta_rule_column_blocks(DeltaRuleVariant variant) {
-  return variant == DeltaRuleVariant::kSmall ? 1 : variant == DeltaRuleVariant::kDraft ? 2 : 4;
+  return variant == DeltaRuleVariant::kAny ? 4 : variant == DeltaRuleVariant::kDraft ? 2 : 1;
 }
 
+/// Tokens that a block prepares together: drafts, or a chunk of a committed row.
+constexpr int delta_rule_chunk(DeltaRuleVariant variant) {
+  return variant == DeltaRuleVariant::kSingle ? 2 : 4 * delta_rule_column_blocks(variant);
+}
 /// Elements from one vector of keys or columns in shared memory to the next: the lanes that read
 /// several vectors together do not share banks.
-constexpr int delta_rule_vector_pitch(int key_dim) { return key_dim + 16; }
+constexpr int delta_rule_vector_pitch(int key_dim, int element_bytes) {
+  return key_dim + 64 / element_bytes;
+}
 
-/// Where everything lies in a block's shared memory. Offsets are bytes, strides are floats. What
+/// Where everything lies in a block's shared memory. Offsets are bytes, strides are elements. What
 /// comes from global memory lies there as it is (raw), in the activation type unless said.
 struct DeltaRuleShared {
-  // Per stage and warp: a tile, then (window + T, tile rows) of values.
+  // Per warp: the tiles of a fill, then (window, rows of them) of values.
   std::int32_t stage_bytes = 0;
-  std::int32_t values = 0;      // within a stage
-  std::int32_t raw_tokens = 0;  // (columns, key_dim): k and q of tokens in turn
-  std::int32_t raw_keys = 0;    // (window, key_dim): k of live records
-  std::int32_t raw_gates = 0;   // decay per channel: (columns / 2, key_dim), 4 bytes per element
-  std::int32_t vectors = 0;     // (columns, key_dim) f32: raw tokens scaled, or times decays
-  std::int32_t keys = 0;        // (window, key_dim) f32: unit keys of records that are folded
-  std::int32_t decays = 0;      // decay per channel: (window + columns / 2, key_dim) f32
-  std::int32_t total = 0;       // decay per channel: (key_dim) f32, of all records together
-  std::int32_t gates = 0;       // per part: decays, betas of entries; entries = window + T
-  std::int32_t gate_stride = 0;
-  std::int32_t key_scale = 0;  // (window)
-  std::int32_t scale = 0;      // (columns)
-  std::int32_t scores = 0;     // (entries, columns)
-  // Per part, weight_bytes apart: of the window's records (columns, weight_stride), of the row's
-  // own tokens (columns, columns / 2), of the checkpoint (columns).
+  std::int32_t values = 0;       // within a stage
+  std::int32_t value_pitch = 0;  // from one record's to the next
+  std::int32_t raw_tokens = 0;   // (2 chunk, key_dim): k and q of tokens in turn
+  std::int32_t raw_keys = 0;     // (window, key_dim): k of live records
+  std::int32_t raw_gates = 0;    // decay per channel: (columns / 2, key_dim), 4 bytes per element
+  std::int32_t vectors = 0;      // (columns, key_dim) f32: raw tokens scaled, or times decays
+  std::int32_t keys = 0;         // (window, key_dim) f32: unit keys of records that are folded
+  std::int32_t decays = 0;       // decay per channel: (window + columns / 2, key_dim) f32
+  std::int32_t total = 0;        // decay per channel: (key_dim) f32, of all records together
+  std::int32_t key_scale = 0;    // (window)
+  std::int32_t scale = 0;        // (columns)
+  std::int32_t scores = 0;       // (columns, entries); entries = window + T
+  std::int32_t score_stride = 0;
+  // Per warp, of its head: decays, betas of entries; weights of the window's records (columns,
+  // weight_stride), of the row's own tokens (columns, columns / 2), of the checkpoint (columns).
+  std::int32_t head = 0;
+  std::int32_t head_bytes = 0;
+  std::int32_t betas = 0;  // within it
   std::int32_t weights = 0;
   std::int32_t weight_stride = 0;
-  std::int32_t weight_bytes = 0;
-  std::int32_t barriers = 0;  // (stages, warps)
+  std::int32_t barriers = 0;  // (warps), and one for the records
   std::int32_t bytes = 0;
 };
 
@@ -69,38 +80,38 @@ struct DeltaRuleShared {
 struct DeltaRuleLaunch {
   DeltaRuleShared shared;
   std::int32_t warps = 8;
-  std::int32_t parts = 1;   // per block
-  std::int32_t stages = 1;  // parts whose state is asked for ahead
-  std::int32_t parts_per_head = 1;
-  std::uint32_t head_of_part = 0;  // 2^31 / parts_per_head, rounded up: divides by multiplying
-  std::int32_t parts_per_key = 1;  // of all value heads of a key head
+  std::int32_t tiles = 1;       // of a run
+  std::int32_t copy_tiles = 1;  // of a read copy that a stage holds, a power of two
+  std::int32_t runs_per_head = 1;
+  std::uint32_t head_of_run = 0;  // 2^31 / runs_per_head, rounded up: divides by multiplying
+  std::int32_t runs_per_key = 1;  // of all value heads of a key head
   std::int32_t tiles_per_head = 8;
   std::int32_t heads_per_key = 1;
   std::int32_t decays = 1;        // of a head and token
-  std::int32_t vector_pitch = 0;  // elements from one vector in shared memory to the next
+  std::int32_t act_pitch = 0;     // elements from one vector in shared memory to the next
+  std::int32_t vector_pitch = 0;  // the same for fp32
 };
 
 /// Overrides; 0 leaves a choice to choose_delta_rule_config.
 struct DeltaRuleTuning {
   int warps = 0;
-  int parts = 0;
-  int stages = 0;
+  int tiles = 0;
 };
 
 struct DeltaRuleCudaConfig {
   DeltaRuleLaunch launch;
-  // The grid: blocks of a key head's parts, key heads, rows.
+  // The grid: blocks of a key head's runs, key heads, rows.
   std::int32_t blocks_per_key = 0;
   std::int64_t blocks = 0;
   int blocks_per_multiprocessor = 0;  // that fit
   std::int32_t shared_limit = 0;      // bytes a block may have on the device
   std::string reason;
 
-  /// "8 warps x 4 parts, 1 stage, 4096 blocks, 98432 B shared, 2 per SM: <reason>".
+  /// "8 warps x 4 tiles, 4096 blocks, 98432 B shared, 2 per SM: <reason>".
   std::string to_string() const;
 };
 
-/// Picks warps and parts that fit the device, or says why nothing does.
+/// Picks warps and runs that fit the device, or says why nothing does.
 Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& params,
                                                      const CudaDeviceInfo& device,
                                                      const DeltaRuleTuning& tuning = {});

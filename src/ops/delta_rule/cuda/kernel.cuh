@@ -1,7 +1,7 @@
 // The delta rule's step on the GPU, both families: rows of every kind in one launch.
 //
-// A block asks for its first state and, while that is on its way, prepares what its warps share;
-// then every warp has a tile of 16 rows of a head's state to itself, part after part (config.h).
+// A warp asks for its first tiles and, while they are on their way, its block prepares what its
+// warps share (preparation.cuh); then every warp goes through its run of tiles alone (config.h).
 // With the entries e of the window (live records, then the row's own tokens), w(e, t) the product
 // of the decays after e up to token t, and rows v of the state:
 //
@@ -9,9 +9,11 @@
 //   h_q[v, t] = the same with q_t, and e = t too
 //   d_t[v]    = beta_t (v_t[v] - h_k[v, t]),   o_t[v] = h_q[v, t]
 //
-// S k, S q and the sums over records are products on the tensor cores (products.cuh); the sums over
-// own tokens are solved from one to the next between the four lanes that share rows. Where every
-// channel has its own decay, decays multiply channels of k and q instead of scores.
+// S k, S q and the sums over records are products on the tensor cores (products.cuh), but S k and
+// S q of a single token and an fp32 state, which are not worth splitting the state for
+// (recurrence.cuh); the sums over own tokens are solved from one to the next between the four lanes
+// that share rows. Where every channel has its own decay, decays multiply channels of k and q
+// instead of scores.
 //
 // A row that flushes, and a committed row, run the recurrence on tiles in registers
 // (recurrence.cuh). What must not contribute is not loaded, or replaced by selection: unused places
@@ -24,60 +26,70 @@
 #include "cuda/ptx/async_copy.cuh"
 #include "cuda/read_copy.cuh"
 #include "ops/delta_rule/cuda/kernels.h"
+#include "ops/delta_rule/cuda/preparation.cuh"
 #include "ops/delta_rule/cuda/products.cuh"
 #include "ops/delta_rule/cuda/recurrence.cuh"
-#include "ops/delta_rule/cuda/row.cuh"
 
 namespace replayssm::cuda {
 
 template <typename State, typename Act, bool kChannelDecay, DeltaRuleVariant kVariant,
           ReadCopyFormat kCopy>
 class DeltaRuleStepKernel
-    : private DeltaRuleRow<State, Act>,
+    : private DeltaRulePreparation<State, Act, kChannelDecay, kVariant>,
       private DeltaRuleRecurrence<State, delta_rule_key_dim(kVariant),
                                   kVariant == DeltaRuleVariant::kAny, kChannelDecay>,
       private DeltaRuleProducts<State, Act, std::conditional_t<kChannelDecay, float, Act>,
                                 delta_rule_key_dim(kVariant), kVariant == DeltaRuleVariant::kAny,
                                 delta_rule_column_blocks(kVariant)> {
-  static constexpr int kKeyDim = delta_rule_key_dim(kVariant);
-  static constexpr bool kMasked = kVariant == DeltaRuleVariant::kAny;
-  static constexpr int kBlocks = delta_rule_column_blocks(kVariant);
-  static constexpr int kMaxTokens = 4 * kBlocks;
+  using Preparation = DeltaRulePreparation<State, Act, kChannelDecay, kVariant>;
+  using Preparation::act_pitch, Preparation::append_keys, Preparation::at, Preparation::betas;
+  using Preparation::block_threads, Preparation::channel_decay, Preparation::decay_channels;
+  using Preparation::decays, Preparation::kActPerChunk, Preparation::kBlocks, Preparation::key;
+  using Preparation::init_records_barrier, Preparation::key_dim, Preparation::kKeyDim,
+      Preparation::kMasked, Preparation::kMaxTokens;
+  using Preparation::load_records, Preparation::load_tokens, Preparation::own_weights;
+  using Preparation::prepare_channel, Preparation::prepare_fold, Preparation::prepare_scores;
+  using Preparation::prepare_token_gates, Preparation::prepare_weights, Preparation::raw_token;
+  using Preparation::scale, Preparation::scale_tokens, Preparation::shared;
+  using Preparation::state_weights, Preparation::token_channel_decay, Preparation::total;
+  using Preparation::vector, Preparation::vector_pitch, Preparation::wait_for_records;
+  using Preparation::weights;
 
   using Row = DeltaRuleRow<State, Act>;
-  using Row::beta, Row::head_of, Row::is_first_of_head, Row::is_first_of_key, Row::key_head;
-  using Row::isolate, Row::kind, Row::lane, Row::launch, Row::live, Row::token_decay, Row::output,
-      Row::own;
-  using Row::p, Row::part_count, Row::first_position, Row::present, Row::raw_gate, Row::read_row,
-      Row::ring_beta;
-  using Row::ring_delta, Row::ring_k, Row::ring_k_scale, Row::ring_decay, Row::ring_v;
-  using Row::slot, Row::state, Row::thread, Row::token_count, Row::token_k, Row::token_q,
-      Row::token_v;
-  using Row::value_offset, Row::warp, Row::zero, Row::zero_outputs;
-  using typename Row::Position;
+  using Row::first_row, Row::folds_values, Row::head, Row::is_first_of_head, Row::is_first_of_key,
+      Row::isolate;
+  using Row::kind, Row::lane, Row::launch, Row::live, Row::output, Row::own, Row::p, Row::read_row;
+  using Row::ring_delta, Row::ring_k_scale, Row::ring_v, Row::slot, Row::state, Row::thread;
+  using Row::tile_count, Row::token_count, Row::token_v, Row::value_offset, Row::warp, Row::zero;
+  using Row::zero_outputs;
 
   using Recurrence = DeltaRuleRecurrence<State, kKeyDim, kMasked, kChannelDecay>;
   using Recurrence::advance, Recurrence::kColumns, Recurrence::kPassRows;
   using Recurrence::kRowLanes, Recurrence::load_vector, Recurrence::multiply;
-  using Recurrence::read_tile, Recurrence::round_tile;
+  using Recurrence::read_tile, Recurrence::result_row, Recurrence::round_tile;
   using typename Recurrence::Tile;
 
   // Where every channel has its own decay, columns are multiplied by them, in fp32.
   using Column = std::conditional_t<kChannelDecay, float, Act>;
   using Products = DeltaRuleProducts<State, Act, Column, kKeyDim, kMasked, kBlocks>;
-  using Products::clear, Products::g, Products::multiply_state, Products::multiply_window;
-  using Products::q;
+  using Products::clear, Products::column_part, Products::g, Products::kSegments;
+  using Products::multiply_state, Products::multiply_window, Products::q, Products::weight_terms;
+  using typename Products::ColumnPart;
   using typename Products::Sums;
+  using typename Products::WeightTerms;
 
   static constexpr bool kHasCopy = kCopy != ReadCopyFormat::kNone;
   using Copy = ReadCopyTiles<kCopy>;
 
   static constexpr int kDecays = kChannelDecay ? kColumns : 1;
-  static constexpr int kActPerChunk = 16 / static_cast<int>(sizeof(Act));
   static constexpr int kRecordChunks = kDeltaRuleTileRows / kActPerChunk;  // of 16 bytes
-  static constexpr int kVectorPitch = delta_rule_vector_pitch(kKeyDim);
-  // Elements of a vector that a lane holds while a warp prepares it.
-  static constexpr int kPerLane = kKeyDim / kWarpLanes;
+
+  // One token on an fp32 state is multiplied without tensor cores.
+  static constexpr bool kScalar =
+      kVariant == DeltaRuleVariant::kSingle && sizeof(State) == 4 && !kHasCopy;
+  // What all tiles of a run are multiplied with stays in registers where it fits.
+  static constexpr bool kKeepColumns =
+      kBlocks == 1 && (!kChannelDecay || sizeof(State) == 2 || kHasCopy);
 
  public:
   static __device__ __forceinline__ void run(const DeltaRuleCudaParams& p,
@@ -88,22 +100,18 @@ class DeltaRuleStepKernel
       kernel.zero_outputs();
       return;
     }
-    if (kernel.token_count == 0 && kernel.live == 0) return;
+    // Without tokens there is nothing to do but fold.
+    if (kernel.token_count == 0 && (kernel.live == 0 || kernel.kind == PlannedRow::kReplay)) return;
     kernel.init_barriers();
-    Position ahead = kernel.first_position();
-    for (int part = 0; part < launch.stages; ++part) {
-      kernel.load_part(part, ahead);
-      kernel.advance_position(ahead);
-    }
+    kernel.fill(0);
     if (kernel.kind == PlannedRow::kReplay) {
-      kernel.template tentative<false>(ahead);
+      kernel.template tentative<false>();
     } else {
       kernel.isolate();
-      asm volatile("" : "+r"(ahead.head), "+r"(ahead.part), "+r"(ahead.v0));
       if (kernel.kind == PlannedRow::kCommitted) {
-        kernel.committed(ahead);
+        kernel.committed();
       } else {
-        kernel.template tentative<true>(ahead);
+        kernel.template tentative<true>();
       }
     }
   }
@@ -112,527 +120,128 @@ class DeltaRuleStepKernel
   __device__ __forceinline__ DeltaRuleStepKernel(const DeltaRuleCudaParams& params,
                                                  const DeltaRuleLaunch& shape,
                                                  unsigned char* shared_memory)
-      : Row(params, shape),
+      : Preparation(params, shape, shared_memory),
         Recurrence(Row::lane, kMasked ? static_cast<int>(params.shape.key_dim) : kKeyDim),
-        Products(Row::lane),
-        shared(shared_memory),
-        key_dim(kMasked ? static_cast<int>(params.shape.key_dim) : kKeyDim),
-        pitch(kMasked ? shape.vector_pitch : kVectorPitch) {}
+        Products(Row::lane) {}
 
-  // ---- Shared memory ----
+  // ---- Stages ----
 
-  __device__ __forceinline__ unsigned char* stage(int part) const {
-    return shared + (part % launch.stages * launch.warps + warp) * launch.shared.stage_bytes;
+  __device__ __forceinline__ unsigned char* stage() const {
+    return shared + warp * launch.shared.stage_bytes;
   }
-  __device__ __forceinline__ State* stage_state(int part) const {
-    return reinterpret_cast<State*>(stage(part));
+  __device__ __forceinline__ State* staged_state() const {
+    return reinterpret_cast<State*>(stage());
   }
-  /// (entries, tile rows): deltas of the live records, or their v if the row folds them; then v of
-  /// a tentative row's tokens.
-  __device__ __forceinline__ Act* stage_values(int part) const {
-    return reinterpret_cast<Act*>(stage(part) + launch.shared.values);
+  /// (live records, rows of the fill): deltas of the records, or their v if the recurrence is
+  /// re-run.
+  __device__ __forceinline__ Act* staged_values() const {
+    return reinterpret_cast<Act*>(stage() + launch.shared.values);
   }
-  __device__ __forceinline__ std::uint64_t* barrier(int part) const {
-    return reinterpret_cast<std::uint64_t*>(shared + launch.shared.barriers) +
-           part % launch.stages * launch.warps + warp;
+  __device__ __forceinline__ std::uint64_t* barrier() const {
+    return reinterpret_cast<std::uint64_t*>(shared + launch.shared.barriers) + warp;
   }
-  template <typename T>
-  __device__ __forceinline__ T* at(std::int32_t offset) const {
-    return reinterpret_cast<T*>(shared + offset);
+  /// Replaying rows read the copy instead of the state.
+  __device__ __forceinline__ bool reads_copy() const {
+    return kHasCopy && kind == PlannedRow::kReplay;
   }
-  __device__ __forceinline__ Act* raw_token(int c) const {
-    return at<Act>(launch.shared.raw_tokens) + c * pitch;
-  }
-  __device__ __forceinline__ Act* raw_key(int record) const {
-    return at<Act>(launch.shared.raw_keys) + record * pitch;
-  }
-  __device__ __forceinline__ float* vector(int c) const {
-    return at<float>(launch.shared.vectors) + c * pitch;
-  }
-  /// Of a record: its unit key if it is folded, where a head has one decay.
-  __device__ __forceinline__ float* key(int record) const {
-    return at<float>(launch.shared.keys) + record * pitch;
-  }
-  /// Where every channel has its own decay. Of a record: its decays; if it is not folded, its key
-  /// times the decays of later records takes their place. Of token t, entry window + t: its decays.
-  __device__ __forceinline__ float* channel_decay(int entry) const {
-    return at<float>(launch.shared.decays) + entry * pitch;
-  }
-  __device__ __forceinline__ float* token_channel_decay(int t) const {
-    return channel_decay(static_cast<int>(p.limits.window) + t);
-  }
-  __device__ __forceinline__ float* total() const { return at<float>(launch.shared.total); }
-  /// Decays of a part's head by entry. Those of live records that are not folded make place for the
-  /// products of later records' decays.
-  __device__ __forceinline__ float* decay(int part) const {
-    return at<float>(launch.shared.gates) + part * launch.shared.gate_stride;
-  }
-  __device__ __forceinline__ float* betas(int part) const {
-    return decay(part) + (launch.shared.gate_stride - 2) / 2;
-  }
-  /// Product of all live records' decays.
-  __device__ __forceinline__ float& total_decay(int part) const {
-    return decay(part)[launch.shared.gate_stride - 2];
-  }
-  __device__ __forceinline__ float* key_scale() const { return at<float>(launch.shared.key_scale); }
-  __device__ __forceinline__ float* scale() const { return at<float>(launch.shared.scale); }
-  __device__ __forceinline__ float* scores(int entry) const {
-    return at<float>(launch.shared.scores) + entry * 8 * kBlocks;
-  }
-  __device__ __forceinline__ float* weights(int part, int c) const {
-    return at<float>(launch.shared.weights + part * launch.shared.weight_bytes) +
-           c * launch.shared.weight_stride;
-  }
-  __device__ __forceinline__ float* own_weights(int part, int c) const {
-    return weights(part, 8 * kBlocks) + c * kMaxTokens;
-  }
-  __device__ __forceinline__ float* state_weights(int part) const {
-    return own_weights(part, 8 * kBlocks);
-  }
-  // Its namesake advances a state.
-  __device__ __forceinline__ void advance_position(Position& position) const {
-    Row::advance(position);
-  }
-  __device__ __forceinline__ int block_threads() const { return launch.warps * kWarpLanes; }
-
-  // ---- Loads ----
-  //
-  // All of them are asynchronous and begin before any is waited for: what a block prepares would
-  // otherwise pay the latency of memory several times over.
+  /// Tiles that a stage holds.
+  __device__ __forceinline__ int fill_tiles() const { return reads_copy() ? launch.copy_tiles : 1; }
 
   __device__ __forceinline__ void init_barriers() const {
     if (lane == 0) {
-      for (int i = 0; i < launch.stages; ++i) ptx::mbarrier_init(barrier(i), kWarpLanes);
+      ptx::mbarrier_init(barrier(), kWarpLanes);
+      init_records_barrier();
       ptx::fence_mbarrier_init();
     }
     __syncwarp();
   }
 
-  /// Asks for the warp's tile of a part and its rows of the records and of the tokens' v.
-  __device__ __forceinline__ void load_part(int part, const Position& to_load) const {
-    if (part >= part_count || !present(to_load)) return;
-    std::uint64_t* bar = barrier(part);
-    State* to = stage_state(part);
-    if (kHasCopy && kind == PlannedRow::kReplay) {
-      if (!zero) Copy::load(copy_in_memory(to_load), copy_in_stage(part), key_dim, bar, lane);
-    } else if (!zero) {
-      const State* from = state(to_load);
-      const int bytes = kDeltaRuleTileRows * key_dim * static_cast<int>(sizeof(State));
-      if (ptx::kHasBulkCopy) {
-        if (lane == 0) {
-          ptx::mbarrier_expect(bar, static_cast<std::uint32_t>(bytes));
-          ptx::bulk_copy(to, from, static_cast<std::uint32_t>(bytes), bar,
-                         ptx::evict_first_policy());
-        }
+  /// Asks for the run's tiles from `tile` on, as many as a stage holds, and their rows of the
+  /// records.
+  __device__ __forceinline__ void fill(int tile) const {
+    if (tile >= tile_count) return;
+    const int tiles = min(fill_tiles(), tile_count - tile);
+    std::uint64_t* bar = barrier();
+    if (!zero) {
+      if (reads_copy()) {
+        Copy::load(copy_in_memory(tile), copy_in_stage(0), key_dim(), tiles, bar, lane);
       } else {
-        constexpr int kPerChunk = 16 / static_cast<int>(sizeof(State));
-        for (int i = lane * kPerChunk; i < kDeltaRuleTileRows * key_dim;
-             i += kWarpLanes * kPerChunk) {
-          ptx::copy_async_16(to + i, from + i);
+        const int elements = kDeltaRuleTileRows * key_dim();
+        const State* from = state() + tile * elements;
+        if (ptx::kHasBulkCopy) {
+          if (lane == 0) {
+            const auto bytes = static_cast<std::uint32_t>(elements * sizeof(State));
+            ptx::mbarrier_expect(bar, bytes);
+            ptx::bulk_copy(stage(), from, bytes, bar, ptx::evict_first_policy());
+          }
+        } else {
+          constexpr int kPerChunk = 16 / static_cast<int>(sizeof(State));
+          for (int i = lane * kPerChunk; i < elements; i += kWarpLanes * kPerChunk) {
+            ptx::copy_async_16(staged_state() + i, from + i);
+          }
         }
       }
     }
-    Act* values = stage_values(part);
-    const int offset = lane % kRecordChunks * kActPerChunk;
-    const Act* ring =
-        (kind == PlannedRow::kReplay ? ring_delta(to_load) : ring_v(to_load)) + offset;
-    constexpr int kStep = kWarpLanes / kRecordChunks;
-    for (int entry = lane / kRecordChunks; entry < live; entry += kStep) {
-      ptx::copy_async_16(values + entry * kDeltaRuleTileRows + offset, ring + value_offset(entry));
-    }
-    const Act* tokens = token_v(0, to_load) + offset;
-    for (int t = lane / kRecordChunks; t < own; t += kStep) {
-      ptx::copy_async_16(values + (live + t) * kDeltaRuleTileRows + offset,
-                         tokens + t * p.v_token_stride);
+    // Lanes take chunks of records' rows; a fill has a power of two of them.
+    const int shift = 31 - __clz(fill_tiles() * kRecordChunks);
+    const int offset = (lane & ((1 << shift) - 1)) * kActPerChunk;
+    if (offset < tiles * kDeltaRuleTileRows) {
+      const Act* ring =
+          (folds_values() ? ring_v() : ring_delta()) + tile * kDeltaRuleTileRows + offset;
+      Act* to = staged_values() + offset;
+      for (int entry = lane >> shift; entry < live; entry += kWarpLanes >> shift) {
+        ptx::copy_async_16(to + entry * launch.shared.value_pitch, ring + value_offset(entry));
+      }
     }
     ptx::copy_async_arrive(bar);
   }
 
-  __device__ __forceinline__ CopyTile copy_in_memory(const Position& tile) const {
-    return Copy::in_memory(p.copy, slot, tile.head, p.shape.value_dim, tile.v0, key_dim);
-  }
-  __device__ __forceinline__ CopyTile copy_in_stage(int part) const {
-    return Copy::in_stage(stage(part), key_dim);
-  }
-  /// Writes the read copy of a staged tile that has changed, to memory and over the tile.
-  __device__ __forceinline__ void encode_copy(int part, const Position& tile) const {
-    Copy::template encode<kKeyDim>(stage_state(part), key_dim, copy_in_memory(tile),
-                                   copy_in_stage(part), lane);
-  }
-
-  __device__ __forceinline__ void wait_for(int part) const {
-    ptx::mbarrier_wait(barrier(part), static_cast<std::uint32_t>(part / launch.stages % 2));
+  __device__ __forceinline__ void wait_for_fill(std::uint32_t& parity) const {
+    ptx::mbarrier_wait(barrier(), parity);
+    parity ^= 1;
     __syncwarp();
   }
 
-  /// A tile is done with: its stage goes to part `part`.
-  __device__ __forceinline__ void reload(int part, const Position& to_load) const {
-    if (part >= part_count) return;
+  /// A fill is done with: its stage goes to the tiles from `tile` on.
+  __device__ __forceinline__ void refill(int tile) const {
+    if (tile >= tile_count) return;
     if (kind != PlannedRow::kReplay) ptx::fence_proxy_async();  // the stage has been written to
     __syncwarp();
-    load_part(part, to_load);
+    fill(tile);
   }
 
-  /// `rows` vectors of key_dim elements of `size` bytes; from(row) is where one begins.
-  template <typename From>
-  __device__ __forceinline__ void copy_vectors(void* to, int rows, int size, From from) const {
-    const int chunks = key_dim * size / 16;
-    for (int i = thread; i < rows * chunks; i += block_threads()) {
-      const int row = i / chunks;
-      const int chunk = i % chunks;
-      ptx::copy_async_16(
-          static_cast<unsigned char*>(to) + row * pitch * size + chunk * 16,
-          static_cast<const unsigned char*>(static_cast<const void*>(from(row))) + chunk * 16);
-    }
+  __device__ __forceinline__ CopyTile copy_in_memory(int tile) const {
+    return Copy::in_memory(p.copy, slot, head, p.shape.value_dim,
+                           first_row + tile * kDeltaRuleTileRows, key_dim());
   }
-
-  /// k, q (and gates of channels) of tokens first..
-  __device__ __forceinline__ void load_tokens(std::int64_t first, int count) const {
-    copy_vectors(raw_token(0), 2 * count, sizeof(Act), [&](int c) {
-      return c % 2 == 0 ? token_k(first + c / 2) : token_q(first + c / 2);
-    });
-    if constexpr (kChannelDecay) {
-      copy_vectors(at<float>(launch.shared.raw_gates), count, p.gate_is_f32 ? 4 : sizeof(Act),
-                   [&](int t) { return raw_gate(first + t, key_head).at; });
-    }
+  /// Tile i of a fill.
+  __device__ __forceinline__ CopyTile copy_in_stage(int i) const {
+    return Copy::in_stage(stage(), key_dim(), i, launch.copy_tiles);
   }
-
-  /// Keys and gates of the live records.
-  __device__ __forceinline__ void load_records(bool folds) const {
-    copy_vectors(raw_key(0), live, sizeof(Act), [&](int i) { return ring_k(i); });
-    for (int i = thread; i < live; i += block_threads()) {
-      ptx::copy_async_4(key_scale() + i, ring_k_scale(i));
-    }
-    // The last warps: the first ones have more vectors to ask for.
-    for (int part = launch.warps - 1 - warp; part < part_count; part += launch.warps) {
-      const int head = head_of(part);
-      for (int i = lane; i < live; i += kWarpLanes) {
-        if constexpr (!kChannelDecay) {
-          ptx::copy_async_4(decay(part) + i, ring_decay(head, i));
-        }
-        if (folds) ptx::copy_async_4(betas(part) + i, ring_beta(head, i));
-      }
-    }
-    // A key head has one value head here, so parts share these.
-    if constexpr (kChannelDecay) {
-      copy_vectors(channel_decay(0), live, 4, [&](int i) { return ring_decay(key_head, i); });
-    }
-  }
-
-  // ---- What a block shares: keys, queries, gates ----
-
-  struct Vector {
-    float x[kPerLane];
-  };
-
-  __device__ __forceinline__ bool lane_has(int i) const {
-    return !kMasked || lane * kPerLane + i < key_dim;
-  }
-  __device__ __forceinline__ Vector load_lane(const Act* from) const {
-    Vector out;
-#pragma unroll
-    for (int i = 0; i < kPerLane; i += 4) {
-      Packed<Act, 4> packed{};
-      if (lane_has(i)) packed = load_packed<Act, 4>(from + lane * kPerLane + i);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) out.x[i + j] = packed[j];
-    }
-    return out;
-  }
-  __device__ __forceinline__ void store_scaled(const Vector& v, float factor, float* to) const {
-#pragma unroll
-    for (int i = 0; i < kPerLane; i += 4) {
-      if (!lane_has(i)) continue;
-      *reinterpret_cast<float4*>(to + lane * kPerLane + i) = {
-          __fmul_rn(factor, v.x[i]), __fmul_rn(factor, v.x[i + 1]), __fmul_rn(factor, v.x[i + 2]),
-          __fmul_rn(factor, v.x[i + 3])};
-    }
-  }
-  /// 1 / |x|, or 1 where the model does not normalize.
-  __device__ __forceinline__ float unit_scale(const Vector& v) const {
-    if (!p.normalize) return 1.0f;
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) sum = __fmaf_rn(v.x[i], v.x[i], sum);
-#pragma unroll
-    for (int mask = kWarpLanes / 2; mask > 0; mask /= 2) {
-      sum = __fadd_rn(sum, __shfl_xor_sync(kAllLanes, sum, mask));
-    }
-    return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(sum, p.norm_epsilon)));
-  }
-
-  /// Scales of the loaded tokens' k and q, a vector per warp; `to_vectors`: and the scaled vectors.
-  __device__ __forceinline__ void scale_tokens(int count, bool to_vectors) const {
-    // The last warps: the first ones have products to compute.
-    for (int c = launch.warps - 1 - warp; c < 2 * count; c += launch.warps) {
-      const Vector v = load_lane(raw_token(c));
-      const float unit = c % 2 == 0 ? unit_scale(v) : __fmul_rn(unit_scale(v), p.q_scale);
-      if (lane == 0) scale()[c] = unit;
-      if (to_vectors) store_scaled(v, unit, vector(c));
-    }
-  }
-
-  /// Unit keys of the live records for folds. (With a decay per channel there is no room for them;
-  /// keys are scaled where they are used.)
-  __device__ __forceinline__ void prepare_fold() const {
-    if constexpr (!kChannelDecay) {
-      for (int i = warp; i < live; i += launch.warps) {
-        store_scaled(load_lane(raw_key(i)), key_scale()[i], key(i));
-      }
-    }
-  }
-
-  /// Products of decays of the live records that outputs see, a part per warp.
-  __device__ __forceinline__ void prepare_record_weights() const {
-    for (int part = warp; part < part_count; part += launch.warps) {
-      float* factor = decay(part);
-      float later = 1.0f;
-      for (int first = (live - 1) / kWarpLanes * kWarpLanes; first >= 0; first -= kWarpLanes) {
-        const int entry = first + lane;
-        float product = entry < live ? factor[entry] : 1.0f;
-#pragma unroll
-        for (int step = 1; step < kWarpLanes; step *= 2) {
-          const float other = __shfl_down_sync(kAllLanes, product, step);
-          if (lane + step < kWarpLanes) product *= other;
-        }
-        const float next = __shfl_down_sync(kAllLanes, product, 1);
-        if (entry < live) factor[entry] = lane == kWarpLanes - 1 ? later : next * later;
-        later *= __shfl_sync(kAllLanes, product, 0);
-      }
-      if (lane == 0) total_decay(part) = later;
-    }
-  }
-
-  /// Betas of tokens first.., and decays where a head has one, as entries after the live records.
-  /// `append` records them.
-  __device__ __forceinline__ void prepare_token_gates(std::int64_t first, int count,
-                                                      bool append) const {
-    for (int part = warp; part < part_count; part += launch.warps) {
-      const int head = head_of(part);
-      const bool records = append && is_first_of_head(part);
-      for (int t = lane; t < count; t += kWarpLanes) {
-        const int entry = live + static_cast<int>(first) + t;
-        const float b = beta(first + t, head);
-        betas(part)[live + t] = b;
-        if (records) *ring_beta(head, entry) = b;
-        if constexpr (!kChannelDecay) {
-          const float factor = token_decay(*raw_gate(first + t, head), head, 0);
-          decay(part)[live + t] = factor;
-          if (records) *ring_decay(head, entry) = factor;
-        }
-      }
-    }
-  }
-
-  /// Decay of a channel for a loaded token; `append` records it.
-  __device__ __forceinline__ float prepare_channel(int t, int n, bool append) const {
-    const auto index = t * pitch + n;
-    const float raw = p.gate_is_f32 ? at<float>(launch.shared.raw_gates)[index]
-                                    : widen(at<Act>(launch.shared.raw_gates)[index]);
-    const float factor = token_decay(raw, key_head, n);
-    if (append) ring_decay(key_head, live + t)[n] = factor;
-    token_channel_decay(t)[n] = factor;
-    return factor;
-  }
-
-  __device__ __forceinline__ void append_keys() const {
-    const int chunks = key_dim / kActPerChunk;
-    for (int i = thread; i < own * chunks; i += block_threads()) {
-      const int t = i / chunks;
-      const int offset = i % chunks * kActPerChunk;
-      *reinterpret_cast<uint4*>(ring_k(live + t) + offset) =
-          *reinterpret_cast<const uint4*>(raw_token(2 * t) + offset);
-    }
-  }
-
-  /// With a decay per channel: keys of records times those of later records and the product of all
-  /// of them (unless they are folded), and columns times the decays of the row's tokens so far.
-  __device__ __forceinline__ void decay_channels(int records, bool append) const {
-    for (int i = thread; i < 2 * kKeyDim; i += block_threads()) {
-      const int n = i % kKeyDim;
-      if (kMasked && n >= key_dim) continue;
-      float product = 1.0f;
-      if (i < kKeyDim) {
-#pragma unroll 4
-        for (int e = records - 1; e >= 0; --e) {
-          const float factor = channel_decay(e)[n];
-          channel_decay(e)[n] = widen(raw_key(e)[n]) * product;
-          product *= factor;
-        }
-        total()[n] = product;
-      } else {
-        for (int t = 0; t < own; ++t) {
-          product *= prepare_channel(t, n, append);
-          vector(2 * t)[n] = widen(raw_token(2 * t)[n]) * product;
-          vector(2 * t + 1)[n] = widen(raw_token(2 * t + 1)[n]) * product;
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ static void add_product(const float (&x)[4], const float (&y)[4],
-                                                     float (&sum)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i] = fmaf(x[i], y[i], sum[i]);
-  }
-  template <typename T>
-  static __device__ __forceinline__ void load_four(const T* from, float (&out)[4]) {
-    const auto packed = load_packed<T, 4>(from);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) out[i] = packed[i];
-  }
-
-  /// log2 of the number of columns, rounded up: items are cut into entries and columns by it.
-  __device__ __forceinline__ int column_shift() const { return 32 - __clz(2 * own - 1); }
-
-  /// Products of the window's keys with the columns, without their scales; four lanes to a product.
-  /// Entries: `records` live records, then the row's own tokens.
-  __device__ __forceinline__ void prepare_scores(int records) const {
-    const int shift = column_shift();
-    const int items = (records + own) << shift;
-    constexpr int kQuads = kWarpLanes / 4;
-    for (int first = warp * kQuads; first < items; first += launch.warps * kQuads) {
-      const int item = min(first + lane / 4, items - 1);  // a warp stays together
-      const int entry = item >> shift;
-      const int c = min(item & ((1 << shift) - 1), 2 * own - 1);
-      const int token = entry - records;
-      float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-      for (int n = 0; n < kKeyDim; n += 16) {
-        if (kMasked && n >= key_dim) break;
-        const int from = n + 4 * (lane % 4);
-        float x[4], y[4];
-        if constexpr (kChannelDecay) {
-          if (token < 0) {
-            load_four(channel_decay(entry) + from, x);
-            load_four(vector(c) + from, y);
-          } else {
-            load_four(raw_token(2 * token) + from, x);
-            load_four(raw_token(c) + from, y);
-            for (int s = token + 1; s <= c / 2; ++s) {
-              float f[4];
-              load_four(token_channel_decay(s) + from, f);
-#pragma unroll
-              for (int i = 0; i < 4; ++i) y[i] *= f[i];
-            }
-          }
-        } else {
-          load_four((token < 0 ? raw_key(entry) : raw_token(2 * token)) + from, x);
-          load_four(raw_token(c) + from, y);
-        }
-        add_product(x, y, part);
-      }
-      float sum = (part[0] + part[1]) + (part[2] + part[3]);
-      sum += __shfl_xor_sync(kAllLanes, sum, 1);
-      sum += __shfl_xor_sync(kAllLanes, sum, 2);
-      if (lane % 4 == 0) scores(entry)[c] = sum;
-    }
-  }
-
-  /// The weights of every part's head: scores with their scales, times the decays between entry and
-  /// token. The checkpoint's weight takes the scale of k or q along.
-  __device__ __forceinline__ void prepare_weights(int records) const {
-    const int shift = column_shift();
-    const int padded = (records + 15) / 16 * 16;
-    const int items = (padded + own + 1) << shift;
-    for (int index = thread; index < items * part_count; index += block_threads()) {
-      const int part = index / items;
-      const int item = index - part * items;
-      const int c = item & ((1 << shift) - 1);
-      if (c >= 2 * own) continue;
-      const int t = c / 2;
-      const int i = item >> shift;  // record, padding, own token, checkpoint
-      const int token = i < padded ? -1 : i - padded;
-      if (i >= records && i < padded) {
-        weights(part, c)[i] = 0.0f;
-        continue;
-      }
-      const bool checkpoint = token == own;
-      if (token > t && !checkpoint) continue;
-      float weight = scale()[c];
-      if constexpr (!kChannelDecay) {
-        const float* factor = decay(part) + live;
-        for (int s = t; s > (checkpoint ? -1 : token); --s) weight *= factor[s];
-      }
-      if (checkpoint) {
-        // Records that have been folded are in the checkpoint already.
-        if (!kChannelDecay && records > 0) weight *= total_decay(part);
-        state_weights(part)[c] = weight;
-      } else if (token < 0) {
-        if constexpr (!kChannelDecay) weight *= decay(part)[i];
-        weights(part, c)[i] = weight * key_scale()[i] * scores(i)[c];
-      } else {
-        own_weights(part, c)[token] = weight * scale()[2 * token] * scores(records + token)[c];
-      }
-    }
+  /// Writes the read copy of a staged tile that has changed, to memory and over the tile.
+  __device__ __forceinline__ CopyTile encode_copy(int tile) const {
+    const CopyTile staged = Copy::in_stage(stage(), key_dim());
+    Copy::template encode<kKeyDim>(staged_state(), key_dim(), copy_in_memory(tile), staged, lane);
+    return staged;
   }
 
   // ---- Tentative rows ----
 
-  /// `ahead`: the first tile that has not been asked for.
-  template <bool kFlush>
-  __device__ __forceinline__ void tentative(Position ahead) const {
-    const int records = kFlush ? 0 : live;  // that outputs see
-    load_tokens(0, own);
-    load_records(kFlush);
-    prepare_token_gates(0, own, true);
-    ptx::copy_async_wait_all();
-    __syncthreads();
-    scale_tokens(own, false);
-    if constexpr (kChannelDecay) {
-      decay_channels(records, is_first_of_head(0));
-      __syncthreads();
-    } else if constexpr (!kFlush) {
-      prepare_record_weights();
+  /// v of the tokens for a tile: of token 4 b + q, rows g and g + 8.
+  struct Values {
+    Act v[kBlocks][2];
+  };
+  __device__ __forceinline__ Values load_values(int tile) const {
+    Values values;
+    const Act* from = token_v(0) + tile * kDeltaRuleTileRows + g;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      const int t = 4 * b + q;
+      if (t >= own || tile >= tile_count) continue;
+      values.v[b][0] = from[t * p.v_token_stride];
+      values.v[b][1] = from[t * p.v_token_stride + 8];
     }
-    if constexpr (kFlush) prepare_fold();
-    if (is_first_of_key()) append_keys();
-    if (own > 0) prepare_scores(records);
-    __syncthreads();
-    finish_tokens();
-    if (own > 0) prepare_weights(records);
-    __syncthreads();
-    // From here on warps go their own ways.
-    Position tile = first_position();
-#pragma unroll 1
-    for (int part = 0; part < part_count; ++part) {
-      if (present(tile)) {
-        wait_for(part);
-        append_values(part, tile);
-        if constexpr (kFlush) {
-          fold_tile(part, tile);
-          if constexpr (kHasCopy) encode_copy(part, tile);
-        }
-        if (own > 0) output_tile(part, tile, records, kFlush || !zero);
-      }
-      reload(part + launch.stages, ahead);
-      advance_position(tile);
-      advance_position(ahead);
-    }
-  }
-
-  /// What had to wait for scales and products.
-  __device__ __forceinline__ void finish_tokens() const {
-    if (is_first_of_key()) {
-      for (int t = thread; t < own; t += block_threads()) *ring_k_scale(live + t) = scale()[2 * t];
-    }
-    if constexpr (kChannelDecay) {
-      // The checkpoint's columns take all records' decays along.
-      for (int i = thread; i < 2 * own * kKeyDim; i += block_threads()) {
-        if (kMasked && i % kKeyDim >= key_dim) continue;
-        vector(i / kKeyDim)[i % kKeyDim] *= total()[i % kKeyDim];
-      }
-    }
-  }
-
-  __device__ __forceinline__ void append_values(int part, const Position& tile) const {
-    const int offset = lane % kRecordChunks * kActPerChunk;
-    const Act* from = stage_values(part) + live * kDeltaRuleTileRows + offset;
-    Act* to = ring_v(tile) + offset;
-    for (int t = lane / kRecordChunks; t < own; t += kWarpLanes / kRecordChunks) {
-      *reinterpret_cast<uint4*>(to + value_offset(live + t)) =
-          *reinterpret_cast<const uint4*>(from + t * kDeltaRuleTileRows);
-    }
+    return values;
   }
 
   __device__ __forceinline__ const Column* state_columns() const {
@@ -642,77 +251,232 @@ class DeltaRuleStepKernel
       return raw_token(0);
     }
   }
-
-  __device__ __forceinline__ void multiply_copy(int part, int blocks, Sums& sums) const {
-    constexpr int kTerms = kChannelDecay ? 2 : 1;
-    constexpr int kBlock = Copy::kBlock;
-    const auto columns = [&](int b, int s, std::uint32_t(&words)[kTerms][kBlock / 2]) {
-      const int n = s * Copy::kSegment + kBlock * q;
-      Packed<Column, kBlock> c{};
-      if (!kMasked || n < key_dim) {
-        c = load_packed<Column, kBlock>(state_columns() + (8 * b + g) * pitch + n);
-      }
-      if constexpr (kTerms == 1) {
-#pragma unroll
-        for (int i = 0; i < kBlock / 2; ++i) words[0][i] = c.word[i];
-      } else {
-        float left[kBlock];
-#pragma unroll
-        for (int i = 0; i < kBlock; ++i) left[i] = c[i];
-#pragma unroll
-        for (int term = 0; term < kTerms; ++term) {
-          const auto packed = take_bf16_term<kBlock>(left);
-#pragma unroll
-          for (int i = 0; i < kBlock / 2; ++i) words[term][i] = packed.word[i];
-        }
-      }
-    };
-    Copy::template multiply<kKeyDim, kBlocks, kTerms>(copy_in_stage(part), key_dim, lane, blocks,
-                                                      columns, sums);
+  __device__ __forceinline__ int column_pitch() const {
+    return kChannelDecay ? vector_pitch() : act_pitch();
   }
 
-  __device__ __forceinline__ void output_tile(int part, const Position& tile, int records,
-                                              bool has_state) const {
-    const int blocks = (own + 3) / 4;
-    Sums sums;
-    clear(sums);
-    if (has_state) {
-      if constexpr (kHasCopy) {
-        multiply_copy(part, blocks, sums);
-      } else {
-        multiply_state(stage_state(part), key_dim, state_columns(), pitch, blocks, sums);
+  /// What the outputs of all tiles of a run have in common, as far as it stays in registers.
+  struct Common {
+    struct None {};
+    struct Scalar {
+      float k[kColumns], q[kColumns];
+    };
+    using Copied = typename Copy::template Columns<kKeyDim, kChannelDecay ? 2 : 1>;
+    std::conditional_t<kScalar, Scalar, None> scalar;
+    std::conditional_t<kKeepColumns && !kHasCopy && !kScalar, ColumnPart[kSegments], None> columns;
+    std::conditional_t<kKeepColumns && kHasCopy, Copied, None> copied;
+    WeightTerms window;
+    float2 state;              // weights of the checkpoint for token q
+    float beta;                // of token q
+    float own[kMaxTokens][2];  // weights of own tokens i for k and q of token q
+  };
+
+  __device__ __forceinline__ Common load_common(int records) const {
+    Common common;
+    if constexpr (kScalar) {
+      load_vector(state_columns(), common.scalar.k);
+      load_vector(state_columns() + column_pitch(), common.scalar.q);
+      if constexpr (kChannelDecay) {
+        // The checkpoint's columns take all records' decays along.
+        float decay[kColumns];
+        load_vector(total(), decay);
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+          common.scalar.k[i] *= decay[i];
+          common.scalar.q[i] *= decay[i];
+        }
       }
+    } else if constexpr (kKeepColumns && kHasCopy) {
+      common.copied = copy_columns(0);
+    } else if constexpr (kKeepColumns) {
+#pragma unroll
+      for (int s = 0; s < kSegments; ++s) {
+        common.columns[s] = column_part(state_columns(), column_pitch(), key_dim(), 0, s);
+      }
+    }
+    if constexpr (kBlocks == 1) {
+      if (records > 0) {
+        common.window = weight_terms(weights(0), launch.shared.weight_stride, 0, 0);
+      }
+      const int t = min(q, own - 1);
+      common.state = *reinterpret_cast<const float2*>(state_weights() + 2 * t);
+      common.beta = betas()[live + t];
+#pragma unroll
+      for (int i = 0; i < kMaxTokens; ++i) {
+        common.own[i][0] = own_weights(2 * t)[i];
+        common.own[i][1] = own_weights(2 * t + 1)[i];
+        if (kVariant == DeltaRuleVariant::kSingle) break;
+      }
+    }
+    return common;
+  }
+
+  template <bool kFlush>
+  __device__ __forceinline__ void tentative() const {
+    const int records = kFlush ? 0 : live;  // that outputs see
+    load_tokens(0, own);
+    load_records();
+    Values values = load_values(0);
+    prepare_token_gates(0, own, true);
+    ptx::copy_async_wait_all();
+    __syncthreads();
+    wait_for_records();
+    scale_tokens(own, false);
+    if constexpr (kChannelDecay) {
+      decay_channels(records, is_first_of_key());
+      __syncthreads();
+    }
+    if constexpr (kFlush) prepare_fold();
+    if (is_first_of_key()) append_keys();
+    if (own > 0) prepare_scores(records);
+    __syncthreads();
+    finish_tokens();
+    if constexpr (kChannelDecay && !kScalar) __syncthreads();
+    if (own > 0) prepare_weights(records);
+    // From here on warps go their own ways.
+    if constexpr (kFlush) {
+      tiles_of_flush(values);
+    } else {
+      tiles_of_replay(values);
+    }
+  }
+
+  __device__ __forceinline__ void tiles_of_replay(Values values) const {
+    const Common common = load_common(live);
+    std::uint32_t parity = 0;
+#pragma unroll 1
+    for (int first = 0; first < tile_count; first += fill_tiles()) {
+      const int next = min(first + fill_tiles(), tile_count);
+      wait_for_fill(parity);
+#pragma unroll 1
+      for (int tile = first; tile < next; ++tile) {
+        const Values mine = values;
+        values = load_values(tile + 1);
+        Sums sums;
+        const int i = kHasCopy ? tile - first : 0;
+        add_up_tile(i, copy_in_stage(i), live, !zero, common, sums);
+        if (tile + 1 == next) refill(next);  // while its outputs are finished
+        solve(tile, mine, common, sums);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void tiles_of_flush(Values values) const {
+    std::uint32_t parity = 0;
+#pragma unroll 1
+    for (int tile = 0; tile < tile_count; ++tile) {
+      wait_for_fill(parity);
+      fold_tile(tile);
+      CopyTile copy{};
+      if constexpr (kHasCopy) copy = encode_copy(tile);
+      if (own == 0) {
+        refill(tile + 1);
+        continue;
+      }
+      const Values mine = values;
+      values = load_values(tile + 1);
+      // The fold needs the registers that these would stay in.
+      const Common common = load_common(0);
+      Sums sums;
+      add_up_tile(0, copy, 0, true, common, sums);
+      refill(tile + 1);
+      solve(tile, mine, common, sums);
+    }
+  }
+
+  /// What had to wait for scales and products.
+  __device__ __forceinline__ void finish_tokens() const {
+    if (is_first_of_key()) {
+      for (int t = thread; t < own; t += block_threads()) *ring_k_scale(live + t) = scale()[2 * t];
+    }
+    if constexpr (kChannelDecay && !kScalar) {
+      // The checkpoint's columns take all records' decays along.
+      for (int i = thread; i < 2 * own * kKeyDim; i += block_threads()) {
+        if (kMasked && i % kKeyDim >= key_dim()) continue;
+        vector(i / kKeyDim)[i % kKeyDim] *= total()[i % kKeyDim];
+      }
+    }
+  }
+
+  /// Columns 8 b.. for products with a copy.
+  __device__ __forceinline__ auto copy_columns(int b) const {
+    return Copy::template columns<kKeyDim, kChannelDecay ? 2 : 1>(
+        state_columns() + 8 * b * column_pitch(), column_pitch(), key_dim(), lane);
+  }
+
+  /// S k and S q.
+  __device__ __forceinline__ void multiply_tile(const CopyTile& copy, int blocks,
+                                                const Common& common, Sums& sums) const {
+    if constexpr (kScalar) {
+      this->multiply_staged(staged_state(), common.scalar.k, common.scalar.q, sums[0]);
+    } else if constexpr (kHasCopy) {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
-        const int t = min(4 * b + q, own - 1);
-        const float2 w = *reinterpret_cast<const float2*>(state_weights(part) + 2 * t);
+        if (kBlocks > 1 && b >= blocks) break;
+        if constexpr (kKeepColumns) {
+          Copy::template multiply<kKeyDim>(copy, key_dim(), lane, common.copied, sums[b]);
+        } else {
+          Copy::template multiply<kKeyDim>(copy, key_dim(), lane, copy_columns(b), sums[b]);
+        }
+      }
+    } else if constexpr (kKeepColumns) {
+      multiply_state(
+          staged_state(), key_dim(), blocks,
+          [&](int, int s) -> const ColumnPart& { return common.columns[s]; }, sums);
+    } else {
+      multiply_state(
+          staged_state(), key_dim(), blocks,
+          [&](int b, int s) {
+            return column_part(state_columns(), column_pitch(), key_dim(), b, s);
+          },
+          sums);
+    }
+  }
+
+  /// Sums over the checkpoint and the records, for staged tile i (of the copy).
+  __device__ __forceinline__ void add_up_tile(int i, const CopyTile& copy, int records,
+                                              bool has_state, const Common& common,
+                                              Sums& sums) const {
+    const int blocks = (own + 3) / 4;
+    clear(sums);
+    if (has_state) {
+      multiply_tile(copy, blocks, common, sums);
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        float2 w = common.state;
+        if constexpr (kBlocks > 1) {
+          const int t = min(4 * b + q, own - 1);
+          w = *reinterpret_cast<const float2*>(state_weights() + 2 * t);
+        }
         sums[b][0] *= w.x;
         sums[b][1] *= w.y;
         sums[b][2] *= w.x;
         sums[b][3] *= w.y;
       }
     }
-    multiply_window(stage_values(part), records, weights(part, 0), launch.shared.weight_stride,
-                    blocks, sums);
-    solve(tile, part, sums);
+    multiply_window(staged_values() + i * kDeltaRuleTileRows, launch.shared.value_pitch, records,
+                    weights(0), launch.shared.weight_stride, blocks, common.window, sums);
   }
 
   /// Deltas and outputs of the tokens, one after the other: the lane that holds a token's sums
   /// tells the others of its rows the delta.
-  __device__ __forceinline__ void solve(const Position& tile, int part, Sums& sums) const {
-    const Act* v = stage_values(part) + live * kDeltaRuleTileRows + g;
+  __device__ __forceinline__ void solve(int tile, const Values& values, const Common& common,
+                                        Sums& sums) const {
     float d[kBlocks][2];  // of the lane's own tokens
+    constexpr int kMost = kVariant == DeltaRuleVariant::kSingle ? 1 : kMaxTokens;
 #pragma unroll
-    for (int i = 0; i < kMaxTokens; ++i) {
+    for (int i = 0; i < kMost; ++i) {
       if (i >= own) break;
       const int owner = i / 4;
-      const float beta_i = betas(part)[live + i];
+      const float beta_i = kBlocks == 1 ? common.beta : betas()[live + i];
       // Meaningful in the lane of token i.
-      float d0 = beta_i * (widen(v[i * kDeltaRuleTileRows]) - sums[owner][0]);
-      float d1 = beta_i * (widen(v[i * kDeltaRuleTileRows + 8]) - sums[owner][2]);
-      const int from = lane - q + i % 4;
-      d0 = __shfl_sync(kAllLanes, d0, from);
-      d1 = __shfl_sync(kAllLanes, d1, from);
+      float d0 = beta_i * (widen(values.v[owner][0]) - sums[owner][0]);
+      float d1 = beta_i * (widen(values.v[owner][1]) - sums[owner][2]);
+      if constexpr (kMost > 1) {
+        const int from = lane - q + i % 4;
+        d0 = __shfl_sync(kAllLanes, d0, from);
+        d1 = __shfl_sync(kAllLanes, d1, from);
+      }
       if (q == i % 4) {
         d[owner][0] = d0;
         d[owner][1] = d1;
@@ -720,21 +484,22 @@ class DeltaRuleStepKernel
 #pragma unroll
       for (int b = owner; b < kBlocks; ++b) {
         const int t = 4 * b + q;
-        const float* weight = own_weights(part, 2 * t) + i;
         if (t >= i && t < own) {
-          const float wq = weight[kMaxTokens];
-          sums[b][1] = fmaf(wq, d0, sums[b][1]);
-          sums[b][3] = fmaf(wq, d1, sums[b][3]);
+          const float w = kBlocks == 1 ? common.own[i][1] : own_weights(2 * t + 1)[i];
+          sums[b][1] = fmaf(w, d0, sums[b][1]);
+          sums[b][3] = fmaf(w, d1, sums[b][3]);
         }
-        if (t > i && t < own) {
-          const float wk = weight[0];
-          sums[b][0] = fmaf(wk, d0, sums[b][0]);
-          sums[b][2] = fmaf(wk, d1, sums[b][2]);
+        if (kMost > 1 && t > i && t < own) {
+          const float w = kBlocks == 1 ? common.own[i][0] : own_weights(2 * t)[i];
+          sums[b][0] = fmaf(w, d0, sums[b][0]);
+          sums[b][2] = fmaf(w, d1, sums[b][2]);
         }
       }
     }
-    Act* o = output(0, tile) + g;
-    Act* delta = ring_delta(tile) + g;
+    const int row = tile * kDeltaRuleTileRows + g;
+    Act* o = output(0) + row;
+    Act* delta = ring_delta() + row;
+    Act* v = ring_v() + row;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       const int t = 4 * b + q;
@@ -742,9 +507,12 @@ class DeltaRuleStepKernel
       Act* o_at = o + t * p.o_token_stride;
       o_at[0] = narrow<Act>(sums[b][1]);
       o_at[8] = narrow<Act>(sums[b][3]);
-      Act* delta_at = delta + value_offset(live + t);
-      delta_at[0] = narrow<Act>(d[b][0]);
-      delta_at[8] = narrow<Act>(d[b][1]);
+      const int offset = value_offset(live + t);
+      delta[offset] = narrow<Act>(d[b][0]);
+      delta[offset + 8] = narrow<Act>(d[b][1]);
+      if (p.fast_flush) continue;
+      v[offset] = values.v[b][0];
+      v[offset + 8] = values.v[b][1];
     }
   }
 
@@ -758,33 +526,41 @@ class DeltaRuleStepKernel
     }
   }
 
-  __device__ __forceinline__ void fold_records(int part, int first_row, Tile& tile) const {
-    const Act* v = stage_values(part) + first_row + lane / kRowLanes;
+  /// Through kPassRows rows; `values`: the records' v, or their deltas, for them.
+  __device__ __forceinline__ void fold_records(const Act* values, Tile& tile) const {
+    const int pitch = launch.shared.value_pitch;
+    if (p.fast_flush) {
+      float alpha[kDecays];
+      load_decays(kChannelDecay ? channel_decay(0) : betas(), alpha);
+      this->decay_tile(alpha, tile);
+#pragma unroll 1
+      for (int i = 0; i < live; ++i) {
+        float k[kColumns];
+        load_vector(key(i), k);
+        this->add_delta(values + i * pitch, kChannelDecay ? 1.0f : decays()[i], k, tile);
+      }
+      return;
+    }
+    const Act* v = values + result_row();
 #pragma unroll 1
     for (int i = 0; i < live; ++i) {
       float k[kColumns], alpha[kDecays];
-      if constexpr (kChannelDecay) {
-        load_vector(raw_key(i), k);
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) k[j] = __fmul_rn(key_scale()[i], k[j]);
-        load_vector(channel_decay(i), alpha);
-      } else {
-        load_vector(key(i), k);
-        alpha[0] = decay(part)[i];
-      }
-      advance(tile, k, alpha, betas(part)[i], widen(v[i * kDeltaRuleTileRows]));
+      load_vector(key(i), k);
+      load_decays(kChannelDecay ? channel_decay(i) : decays() + i, alpha);
+      advance(tile, k, alpha, betas()[i], widen(v[i * pitch]));
     }
   }
 
-  /// Folds the live records into a part's tile, in memory and in its stage.
-  __device__ __forceinline__ void fold_tile(int part, const Position& at_tile) const {
+  /// Folds the live records into a tile, in memory and in its stage.
+  __device__ __forceinline__ void fold_tile(int tile) const {
+    State* to = state() + tile * kDeltaRuleTileRows * key_dim();
 #pragma unroll 1
-    for (int first_row = 0; first_row < kDeltaRuleTileRows; first_row += kPassRows) {
-      State* staged = stage_state(part) + first_row * key_dim;
-      Tile tile;
-      read_tile(staged, zero, tile);
-      fold_records(part, first_row, tile);
-      this->template write_tile<true>(tile, state(at_tile) + first_row * key_dim, staged);
+    for (int row = 0; row < kDeltaRuleTileRows; row += kPassRows) {
+      State* staged = staged_state() + row * key_dim();
+      Tile rows;
+      read_tile(staged, zero, rows);
+      fold_records(staged_values() + row, rows);
+      this->template write_tile<true>(rows, to + row * key_dim(), staged);
     }
     __syncwarp();
   }
@@ -793,128 +569,135 @@ class DeltaRuleStepKernel
     return static_cast<int>(min(token_count - first, std::int64_t{kMaxTokens}));
   }
 
-  __device__ __forceinline__ void committed(Position ahead) const {
+  /// v of a committed row's first token for a pass.
+  __device__ __forceinline__ float first_value(int tile, int pass_row) const {
+    const int row = tile * kDeltaRuleTileRows + pass_row + result_row();
+    return tile < tile_count && token_count > 0 ? widen(token_v(0)[row]) : 0.0f;
+  }
+
+  __device__ __forceinline__ void committed() const {
     load_tokens(0, chunk_length(0));
-    load_records(true);
+    load_records();
+    float v = first_value(0, 0);
+    prepare_token_gates(0, chunk_length(0), false);
     ptx::copy_async_wait_all();
     __syncthreads();
+    wait_for_records();
     prepare_fold();
     prepare_chunk(0);
     __syncthreads();
-    Position tile = first_position();
+    std::uint32_t parity = 0;
+    // Warps stay together, because they prepare chunks of tokens together.
 #pragma unroll 1
-    for (int part = 0; part < part_count; ++part) {
-      if (present(tile)) wait_for(part);
+    for (int tile = 0; tile < launch.tiles; ++tile) {
+      if (tile < tile_count) wait_for_fill(parity);
 #pragma unroll 1
-      for (int first_row = 0; first_row < kDeltaRuleTileRows; first_row += kPassRows) {
+      for (int row = 0; row < kDeltaRuleTileRows; row += kPassRows) {
+        const bool is_last = row + kPassRows == kDeltaRuleTileRows;
+        const float ahead = first_value(is_last ? tile + 1 : tile, is_last ? 0 : row + kPassRows);
         // A row of one chunk prepares it once.
-        const bool again = token_count > kMaxTokens && (part > 0 || first_row > 0);
-        committed_pass(part, tile, first_row, again);
+        committed_pass(tile, row, token_count > kMaxTokens && (tile > 0 || row > 0), v);
+        v = ahead;
       }
-      if (kHasCopy && present(tile)) {
+      if (kHasCopy && tile < tile_count) {
         __syncwarp();
-        encode_copy(part, tile);
+        encode_copy(tile);
       }
-      reload(part + launch.stages, ahead);
-      advance_position(tile);
-      advance_position(ahead);
+      refill(tile + 1);
     }
   }
 
-  /// What the loaded tokens first.. have in common for all parts.
+  /// What the loaded tokens first.. have in common for all tiles.
   __device__ __forceinline__ void prepare_chunk(std::int64_t first) const {
     const int count = chunk_length(first);
     scale_tokens(count, true);
-    prepare_token_gates(first, count, false);
     if constexpr (kChannelDecay) {
       for (int i = thread; i < count * kKeyDim; i += block_threads()) {
         const int n = i % kKeyDim;
-        if (!kMasked || n < key_dim) prepare_channel(i / kKeyDim, n, false);
+        if (!kMasked || n < key_dim()) prepare_channel(i / kKeyDim, n, false);
       }
     }
   }
 
-  /// All tokens through kPassRows rows of the state; `again`: the first chunk has to be prepared
-  /// anew. Warps without a tile help to prepare.
-  __device__ __forceinline__ void committed_pass(int part, const Position& at_tile, int first_row,
-                                                 bool again) const {
-    Tile tile;
-    const int row = lane / kRowLanes;
-    const Position rows{at_tile.head, at_tile.part, at_tile.v0 + first_row};
-    const bool has_tile = present(at_tile);
+  /// All tokens through kPassRows rows of a tile; `again`: the first chunk has to be prepared anew;
+  /// `first_v`: first_value. Warps without a tile help to prepare.
+  __device__ __forceinline__ void committed_pass(int tile, int pass_row, bool again,
+                                                 float first_v) const {
+    Tile rows;
+    const int row = tile * kDeltaRuleTileRows + pass_row + result_row();
+    State* staged = staged_state() + pass_row * key_dim();
+    const bool has_tile = tile < tile_count;
     if (has_tile) {
-      read_tile(stage_state(part) + first_row * key_dim, zero, tile);
+      read_tile(staged, zero, rows);
       if (live > 0) {
-        fold_records(part, first_row, tile);
-        round_tile(tile);
+        fold_records(staged_values() + pass_row, rows);
+        round_tile(rows);
       }
     }
+    float next_v = first_v;
 #pragma unroll 1
     for (std::int64_t first = 0; first < token_count; first += kMaxTokens) {
+      const int count = chunk_length(first);
       if (first > 0 || again) {
         __syncthreads();  // the chunk before is done with
-        load_tokens(first, chunk_length(first));
+        load_tokens(first, count);
+        prepare_token_gates(first, count, false);
         ptx::copy_async_wait_all();
         __syncthreads();
         prepare_chunk(first);
         __syncthreads();
       }
       if (!has_tile) continue;
-      const int count = chunk_length(first);
-      float next_v = widen(token_v(first, rows)[row]);
 #pragma unroll 1
       for (int t = 0; t < count; ++t) {
         const float v = next_v;
-        if (t + 1 < count) next_v = widen(token_v(first + t + 1, rows)[row]);
+        if (first + t + 1 < token_count) next_v = widen(token_v(first + t + 1)[row]);
         float x[kColumns], alpha[kDecays];
         load_vector(vector(2 * t), x);
-        load_decays(kChannelDecay ? token_channel_decay(t) : decay(part) + live + t, alpha);
-        advance(tile, x, alpha, betas(part)[live + t], v);
+        load_decays(kChannelDecay ? token_channel_decay(t) : decays() + live + t, alpha);
+        advance(rows, x, alpha, betas()[live + t], v);
         load_vector(vector(2 * t + 1), x);
-        const float o = multiply(tile, x);
-        if (lane % kRowLanes == 0) output(first + t, rows)[row] = narrow<Act>(o);
-        round_tile(tile);
+        const float o = multiply(rows, x);
+        if (lane % kRowLanes == 0) output(first + t)[row] = narrow<Act>(o);
+        round_tile(rows);
       }
     }
     if (has_tile) {
-      this->template write_tile<kHasCopy>(tile, state(at_tile) + first_row * key_dim,
-                                          stage_state(part) + first_row * key_dim);
+      this->template write_tile<kHasCopy>(
+          rows, state() + (tile * kDeltaRuleTileRows + pass_row) * key_dim(), staged);
     }
   }
-
-  unsigned char* shared;
-  int key_dim, pitch;
 };
 
 template <typename State, typename Act, bool kChannelDecay, DeltaRuleVariant kVariant,
           ReadCopyFormat kCopy>
-__global__ void __launch_bounds__(kDeltaRuleMaxWarps* kWarpLanes, 2)
+__global__ void __launch_bounds__(kDeltaRuleMaxWarps* kWarpLanes, kDeltaRuleResidentBlocks)
     delta_rule_step_kernel(const __grid_constant__ DeltaRuleCudaParams params,
                            const __grid_constant__ DeltaRuleLaunch launch) {
   extern __shared__ __align__(128) unsigned char shared[];
   DeltaRuleStepKernel<State, Act, kChannelDecay, kVariant, kCopy>::run(params, launch, shared);
 }
 
-template <typename State, typename Act, bool kChannelDecay>
-DeltaRuleKernelFunction delta_rule_step_function(DeltaRuleVariant variant) {
-  constexpr auto kCopy = ReadCopyFormat::kNone;
-  switch (variant) {
-    case DeltaRuleVariant::kSmall:
-      return delta_rule_step_kernel<State, Act, kChannelDecay, DeltaRuleVariant::kSmall, kCopy>;
-    case DeltaRuleVariant::kDraft:
-      return delta_rule_step_kernel<State, Act, kChannelDecay, DeltaRuleVariant::kDraft, kCopy>;
-    case DeltaRuleVariant::kAny:
-      return delta_rule_step_kernel<State, Act, kChannelDecay, DeltaRuleVariant::kAny, kCopy>;
+/// The kernels that there are: fewer for fp32 activations and for copies, which are read by few.
+template <typename State, typename Act, bool kChannelDecay, ReadCopyFormat kCopy>
+DeltaRuleKernelFunction delta_rule_kernel_with(DeltaRuleVariant variant) {
+  using enum DeltaRuleVariant;
+  if (variant == kAny) return delta_rule_step_kernel<State, Act, kChannelDecay, kAny, kCopy>;
+  if constexpr (sizeof(Act) == 2) {
+    if (variant == kSingle) {
+      return delta_rule_step_kernel<State, Act, kChannelDecay, kSingle, kCopy>;
+    }
+    if (variant == kSmall) return delta_rule_step_kernel<State, Act, kChannelDecay, kSmall, kCopy>;
+    if constexpr (kCopy == ReadCopyFormat::kNone) {
+      return delta_rule_step_kernel<State, Act, kChannelDecay, kDraft, kCopy>;
+    }
   }
   return nullptr;
 }
 
-template <typename State, bool kChannelDecay, ReadCopyFormat kCopy>
-DeltaRuleKernelFunction delta_rule_kernel_with(DeltaRuleVariant variant) {
-  using enum DeltaRuleVariant;
-  if (variant == kSmall) return delta_rule_step_kernel<State, BF16, kChannelDecay, kSmall, kCopy>;
-  if (variant == kAny) return delta_rule_step_kernel<State, BF16, kChannelDecay, kAny, kCopy>;
-  return nullptr;
+template <typename State, typename Act, bool kChannelDecay>
+DeltaRuleKernelFunction delta_rule_step_function(DeltaRuleVariant variant) {
+  return delta_rule_kernel_with<State, Act, kChannelDecay, ReadCopyFormat::kNone>(variant);
 }
 
 template <typename State, bool kChannelDecay>
@@ -924,11 +707,11 @@ DeltaRuleKernelFunction delta_rule_copy_step_function(ReadCopyFormat format,
     case ReadCopyFormat::kNone:
       break;
     case ReadCopyFormat::kFp8E4M3:
-      return delta_rule_kernel_with<State, kChannelDecay, ReadCopyFormat::kFp8E4M3>(variant);
+      return delta_rule_kernel_with<State, BF16, kChannelDecay, ReadCopyFormat::kFp8E4M3>(variant);
     case ReadCopyFormat::kInt8:
-      return delta_rule_kernel_with<State, kChannelDecay, ReadCopyFormat::kInt8>(variant);
+      return delta_rule_kernel_with<State, BF16, kChannelDecay, ReadCopyFormat::kInt8>(variant);
     case ReadCopyFormat::kNvfp4:
-      return delta_rule_kernel_with<State, kChannelDecay, ReadCopyFormat::kNvfp4>(variant);
+      return delta_rule_kernel_with<State, BF16, kChannelDecay, ReadCopyFormat::kNvfp4>(variant);
   }
   return nullptr;
 }

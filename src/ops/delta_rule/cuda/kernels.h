@@ -9,10 +9,12 @@ namespace replayssm::cuda {
 
 using DeltaRuleKernelFunction = void (*)(DeltaRuleCudaParams, DeltaRuleLaunch);
 
+/// All variants with bf16 activations, else kAny or null.
 template <typename State, typename Act, bool kChannelDecay>
 DeltaRuleKernelFunction delta_rule_step_function(DeltaRuleVariant variant);
 
-/// Kernels with bf16 activations whose tentative rows read a copy: kSmall and kAny, else null.
+/// Kernels with bf16 activations whose tentative rows read a copy: kSingle, kSmall and kAny, else
+/// null.
 template <typename State, bool kChannelDecay>
 DeltaRuleKernelFunction delta_rule_copy_step_function(ReadCopyFormat format,
                                                       DeltaRuleVariant variant);

@@ -42,18 +42,24 @@ DeltaRuleKernelFunction find_with_copy(const DeltaRuleCudaParams& p) {
 }
 
 DeltaRuleKernelFunction find_kernel(const DeltaRuleCudaParams& p) {
-  const bool f32_state = p.checkpoint == DType::kF32;
-  const bool bf16_state = p.checkpoint == DType::kBF16;
   const bool bf16_act = p.activation == DType::kBF16;
+  if (!bf16_act && p.activation != DType::kF32) return nullptr;
   if (p.copy.format != ReadCopyFormat::kNone) {
-    if (f32_state && bf16_act) return find_with_copy<float>(p);
-    if (bf16_state && bf16_act) return find_with_copy<BF16>(p);
+    if (!bf16_act || p.fast_flush) return nullptr;
+    if (p.checkpoint == DType::kF32) return find_with_copy<float>(p);
+    if (p.checkpoint == DType::kBF16) return find_with_copy<BF16>(p);
     return nullptr;
   }
-  if (f32_state && p.activation == DType::kF32) return find<float, float>(p);
-  if (f32_state && bf16_act) return find<float, BF16>(p);
-  if (bf16_state && bf16_act) return find<BF16, BF16>(p);
-  return nullptr;
+  switch (p.checkpoint) {
+    case DType::kF32:
+      return bf16_act ? find<float, BF16>(p) : find<float, float>(p);
+    case DType::kBF16:
+      return bf16_act ? find<BF16, BF16>(p) : find<BF16, float>(p);
+    case DType::kF16:
+      return bf16_act ? find<F16, BF16>(p) : find<F16, float>(p);
+    default:
+      return nullptr;
+  }
 }
 
 /// Launches what has been validated.
@@ -82,10 +88,12 @@ Status validate_delta_rule(const DeltaRuleCudaParams& p) {
   RSSM_RETURN_IF_ERROR(check_pointer("state", p.state));
   RSSM_RETURN_IF_ERROR(check_pointer("k ring", p.ring_k));
   RSSM_RETURN_IF_ERROR(check_pointer("k scale ring", p.ring_k_scale));
-  RSSM_RETURN_IF_ERROR(check_pointer("v ring", p.ring_v));
   RSSM_RETURN_IF_ERROR(check_pointer("decay ring", p.ring_decay));
-  RSSM_RETURN_IF_ERROR(check_pointer("beta ring", p.ring_beta));
   RSSM_RETURN_IF_ERROR(check_pointer("delta ring", p.ring_delta));
+  if (!p.fast_flush) {
+    RSSM_RETURN_IF_ERROR(check_pointer("v ring", p.ring_v));
+    RSSM_RETURN_IF_ERROR(check_pointer("beta ring", p.ring_beta));
+  }
   RSSM_RETURN_IF_ERROR(
       check_strides({{"state slot stride", p.state_slot_stride, p.checkpoint},
                      {"state head stride", p.state_head_stride, p.checkpoint},

@@ -19,6 +19,7 @@ struct DeltaRuleCudaParams {
   ReplayLimits limits;
   DType checkpoint = DType::kF32;
   DType activation = DType::kF32;
+  bool fast_flush = false;  // records are folded by their deltas; there are no rings of v and beta
 
   // The step. Launch shapes depend on the counts, never on the contents.
   const PlannedRow* rows = nullptr;  // (rows), in the order in which they are begun

@@ -27,6 +27,7 @@ class DeltaRuleProducts {
   // A lane owns kOwn neighbouring columns of each segment of 4 kOwn.
   static constexpr int kOwn = 16 / static_cast<int>(sizeof(State));
   static constexpr int kSegments = kKeyDim / (4 * kOwn);
+  static constexpr int kUnroll = kMasked ? 1 : kSegments;  // the general kernel is large enough
   static constexpr bool kBf16State = std::is_same_v<State, BF16>;
   // bf16 terms of a column that a bf16 state is multiplied with.
   static constexpr int kColumnTerms = kExactColumns ? 1 : sizeof(Act) == 4 ? 3 : 2;
@@ -43,16 +44,56 @@ class DeltaRuleProducts {
     }
   }
 
-  /// sums[v, c] += sum_n S[v, n] columns[c, n] for the staged tile. `blocks`: that have columns.
-  __device__ __forceinline__ void multiply_state(const State* tile, int key_dim,
-                                                 const Column* columns, int column_pitch,
-                                                 int blocks, Sums& sums) const {
+  /// A lane's part of a column as the tensor cores take it: terms of pairs of bf16, or of tf32.
+  struct ColumnPart {
+    static constexpr int kTerms = kBf16State ? kColumnTerms : kExactColumns ? 1 : 2;
+    static constexpr int kWords = kBf16State ? kOwn / 2 : kOwn;
+    std::uint32_t term[kTerms][kWords];
+  };
+
+  /// Segment s of column 8 b + g.
+  __device__ __forceinline__ ColumnPart column_part(const Column* columns, int pitch, int key_dim,
+                                                    int b, int s) const {
+    ColumnPart part;
+    const int n = 4 * kOwn * s + q * kOwn;
+    Packed<Column, kOwn> c{};
+    if (!kMasked || n < key_dim) {
+      c = load_packed<Column, kOwn>(columns + (8 * b + g) * pitch + n);
+    }
+    if constexpr (!kBf16State) {
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const ptx::Tf32Pair pair = ptx::split_tf32(c[i]);
+        part.term[0][i] = pair.high;
+        if constexpr (!kExactColumns) part.term[1][i] = pair.low;
+      }
+    } else if constexpr (kExactColumns) {
+#pragma unroll
+      for (int i = 0; i < kOwn / 2; ++i) part.term[0][i] = c.word[i];
+    } else {
+      float left[kOwn];
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) left[i] = c[i];
+#pragma unroll
+      for (int term = 0; term < kColumnTerms; ++term) {
+        const auto packed = take_bf16_term<kOwn>(left);
+#pragma unroll
+        for (int i = 0; i < kOwn / 2; ++i) part.term[term][i] = packed.word[i];
+      }
+    }
+    return part;
+  }
+
+  /// sums[v, c] += sum_n S[v, n] columns[c, n] for the staged tile. `blocks`: that have columns;
+  /// part_of(b, s) is column_part or what it has returned.
+  template <typename PartOf>
+  __device__ __forceinline__ void multiply_state(const State* tile, int key_dim, int blocks,
+                                                 PartOf part_of, Sums& sums) const {
     const State* low = tile + g * key_dim + q * kOwn;
     const State* high = low + 8 * key_dim;
-    const Column* column = columns + g * column_pitch + q * kOwn;
     Sums rest;  // of the low terms, in chains of their own
     clear(rest);
-#pragma unroll
+#pragma unroll kUnroll
     for (int s = 0; s < kSegments; ++s) {
       if (kMasked && 4 * kOwn * s >= key_dim) break;
       const bool present = !kMasked || 4 * kOwn * s + q * kOwn < key_dim;
@@ -64,14 +105,11 @@ class DeltaRuleProducts {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
         if (kBlocks > 1 && b >= blocks) break;
-        Packed<Column, kOwn> c{};
-        if (present) {
-          c = load_packed<Column, kOwn>(column + 8 * b * column_pitch + 4 * kOwn * s);
-        }
+        const ColumnPart& part = part_of(b, s);
         if constexpr (kBf16State) {
-          multiply_bf16(s0, s1, c, sums[b], rest[b]);
+          multiply_bf16(s0, s1, part, sums[b], rest[b]);
         } else {
-          multiply_tf32(s0, s1, c, sums[b], rest[b]);
+          multiply_tf32(s0, s1, part, sums[b], rest[b]);
         }
       }
     }
@@ -82,51 +120,55 @@ class DeltaRuleProducts {
     }
   }
 
+  /// Weights of 16 records for one block of columns, where records are bf16.
+  struct WeightTerms {
+    std::uint32_t word[kWeightTerms][2];
+  };
+  /// Of records first.. and columns 8 b..; weights: (columns, weight_stride).
+  __device__ __forceinline__ WeightTerms weight_terms(const float* weights, int weight_stride,
+                                                      int first, int b) const {
+    const float* weight = weights + (8 * b + g) * weight_stride + first + 2 * q;
+    const float2 w0 = *reinterpret_cast<const float2*>(weight);
+    const float2 w1 = *reinterpret_cast<const float2*>(weight + 8);
+    float left[4] = {w0.x, w0.y, w1.x, w1.y};
+    WeightTerms out;
+#pragma unroll
+    for (int term = 0; term < kWeightTerms; ++term) {
+      const auto packed = take_bf16_term<4>(left);
+      out.word[term][0] = packed.word[0];
+      out.word[term][1] = packed.word[1];
+    }
+    return out;
+  }
+
   /// sums[v, c] += sum_e records[e, v] weights[c, e] over the window's live records, 16 at a time.
-  /// weights are zero from `live` to the next multiple of 16; records beyond `live` may hold
-  /// anything.
-  __device__ __forceinline__ void multiply_window(const Act* records, int live,
+  /// Records are `pitch` elements apart. Weights are zero from `live` to the next multiple of 16;
+  /// records beyond `live` may hold anything. `first_terms`: those of the first 16 records, for one
+  /// block of columns; unused where there are more blocks, or fp32 records.
+  __device__ __forceinline__ void multiply_window(const Act* records, int pitch, int live,
                                                   const float* weights, int weight_stride,
-                                                  int blocks, Sums& sums) const {
+                                                  int blocks, const WeightTerms& first_terms,
+                                                  Sums& sums) const {
 #pragma unroll 1
     for (int first = 0; first < live; first += 16) {
-      const float* weight = weights + g * weight_stride + first + 2 * q;
       if constexpr (sizeof(Act) == 4) {
-        const auto at = [&](int entry, int row) {
-          return ptx::split_tf32(entry < live ? records[entry * kDeltaRuleTileRows + row] : 0.0f);
-        };
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int e0 = first + 8 * half + 2 * q;
-          const ptx::Tf32Pair a0 = at(e0, g), a1 = at(e0, g + 8);
-          const ptx::Tf32Pair a2 = at(e0 + 1, g), a3 = at(e0 + 1, g + 8);
-#pragma unroll
-          for (int b = 0; b < kBlocks; ++b) {
-            if (kBlocks > 1 && b >= blocks) break;
-            const float2 w =
-                *reinterpret_cast<const float2*>(weight + 8 * b * weight_stride + 8 * half);
-            const ptx::Tf32Pair w0 = ptx::split_tf32(w.x), w1 = ptx::split_tf32(w.y);
-            ptx::mma_tf32(sums[b], a0.low, a1.low, a2.low, a3.low, w0.high, w1.high);
-            ptx::mma_tf32(sums[b], a0.high, a1.high, a2.high, a3.high, w0.low, w1.low);
-            ptx::mma_tf32(sums[b], a0.high, a1.high, a2.high, a3.high, w0.high, w1.high);
-          }
-        }
+        multiply_records_tf32(records, pitch, live, weights, weight_stride, first, blocks, sums);
       } else {
         // Matrix i of the load: entries 8 (i / 2).., rows 8 (i % 2)..
         std::uint32_t a[4];
         const int lane = 4 * g + q;
         const int entry = min(first + 8 * (lane / 16) + lane % 8, live - 1);
-        ptx::load_matrices_transposed(a, records + entry * kDeltaRuleTileRows + 8 * (lane / 8 % 2));
+        ptx::load_matrices_transposed(a, records + entry * pitch + 8 * (lane / 8 % 2));
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
           if (kBlocks > 1 && b >= blocks) break;
-          const float2 w0 = *reinterpret_cast<const float2*>(weight + 8 * b * weight_stride);
-          const float2 w1 = *reinterpret_cast<const float2*>(weight + 8 * b * weight_stride + 8);
-          float left[4] = {w0.x, w0.y, w1.x, w1.y};
+          const WeightTerms terms = kBlocks == 1 && first == 0
+                                        ? first_terms
+                                        : weight_terms(weights, weight_stride, first, b);
 #pragma unroll
           for (int term = 0; term < kWeightTerms; ++term) {
-            const auto packed = take_bf16_term<4>(left);
-            ptx::mma_bf16(sums[b], a[0], a[1], a[2], a[3], packed.word[0], packed.word[1]);
+            ptx::mma_bf16(sums[b], a[0], a[1], a[2], a[3], terms.word[term][0],
+                          terms.word[term][1]);
           }
         }
       }
@@ -134,50 +176,65 @@ class DeltaRuleProducts {
   }
 
  private:
+  __device__ __forceinline__ void multiply_records_tf32(const Act* records, int pitch, int live,
+                                                        const float* weights, int weight_stride,
+                                                        int first, int blocks, Sums& sums) const {
+    const float* weight = weights + g * weight_stride + first + 2 * q;
+    const auto at = [&](int entry, int row) {
+      return ptx::split_tf32(entry < live ? widen(records[entry * pitch + row]) : 0.0f);
+    };
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int e0 = first + 8 * half + 2 * q;
+      const ptx::Tf32Pair a0 = at(e0, g), a1 = at(e0, g + 8);
+      const ptx::Tf32Pair a2 = at(e0 + 1, g), a3 = at(e0 + 1, g + 8);
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        if (kBlocks > 1 && b >= blocks) break;
+        const float2 w =
+            *reinterpret_cast<const float2*>(weight + 8 * b * weight_stride + 8 * half);
+        const ptx::Tf32Pair w0 = ptx::split_tf32(w.x), w1 = ptx::split_tf32(w.y);
+        ptx::mma_tf32(sums[b], a0.low, a1.low, a2.low, a3.low, w0.high, w1.high);
+        ptx::mma_tf32(sums[b], a0.high, a1.high, a2.high, a3.high, w0.low, w1.low);
+        ptx::mma_tf32(sums[b], a0.high, a1.high, a2.high, a3.high, w0.high, w1.high);
+      }
+    }
+  }
+
   __device__ __forceinline__ void multiply_bf16(const Packed<State, kOwn>& s0,
                                                 const Packed<State, kOwn>& s1,
-                                                const Packed<Column, kOwn>& c, float (&sums)[4],
+                                                const ColumnPart& part, float (&sums)[4],
                                                 float (&rest)[4]) const {
-    float left[kOwn];
-    if constexpr (!kExactColumns) {
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) left[i] = c[i];
-    }
-#pragma unroll
-    for (int term = 0; term < kColumnTerms; ++term) {
-      Packed<BF16, kOwn> packed;
-      if constexpr (kExactColumns) {
-        packed = c;
-      } else {
-        packed = take_bf16_term<kOwn>(left);
-      }
+    for (int term = 0; term < ColumnPart::kTerms; ++term) {
+      const auto& word = part.term[term];
 #pragma unroll
       for (int i = 0; i < kOwn / 2; i += 2) {
         ptx::mma_bf16(term == 0 && i % 4 == 0 ? sums : rest, s0.word[i], s1.word[i], s0.word[i + 1],
-                      s1.word[i + 1], packed.word[i], packed.word[i + 1]);
+                      s1.word[i + 1], word[i], word[i + 1]);
       }
     }
   }
 
   __device__ __forceinline__ void multiply_tf32(const Packed<State, kOwn>& s0,
                                                 const Packed<State, kOwn>& s1,
-                                                const Packed<Column, kOwn>& c, float (&sums)[4],
+                                                const ColumnPart& part, float (&sums)[4],
                                                 float (&rest)[4]) const {
     constexpr bool kWideState = sizeof(State) == 4;
 #pragma unroll
-    for (int i = 0; i < kOwn / 2; ++i) {
-      const ptx::Tf32Pair a0 = ptx::split_tf32(s0[2 * i]);
-      const ptx::Tf32Pair a1 = ptx::split_tf32(s1[2 * i]);
-      const ptx::Tf32Pair a2 = ptx::split_tf32(s0[2 * i + 1]);
-      const ptx::Tf32Pair a3 = ptx::split_tf32(s1[2 * i + 1]);
-      const ptx::Tf32Pair b0 = ptx::split_tf32(c[2 * i]);
-      const ptx::Tf32Pair b1 = ptx::split_tf32(c[2 * i + 1]);
-      ptx::mma_tf32(sums, a0.high, a1.high, a2.high, a3.high, b0.high, b1.high);
+    for (int i = 0; i < kOwn; i += 2) {
+      const ptx::Tf32Pair a0 = ptx::split_tf32(s0[i]);
+      const ptx::Tf32Pair a1 = ptx::split_tf32(s1[i]);
+      const ptx::Tf32Pair a2 = ptx::split_tf32(s0[i + 1]);
+      const ptx::Tf32Pair a3 = ptx::split_tf32(s1[i + 1]);
+      ptx::mma_tf32(sums, a0.high, a1.high, a2.high, a3.high, part.term[0][i], part.term[0][i + 1]);
       if constexpr (kWideState) {
-        ptx::mma_tf32(rest, a0.low, a1.low, a2.low, a3.low, b0.high, b1.high);
+        ptx::mma_tf32(rest, a0.low, a1.low, a2.low, a3.low, part.term[0][i], part.term[0][i + 1]);
       }
       if constexpr (!kExactColumns) {
-        ptx::mma_tf32(rest, a0.high, a1.high, a2.high, a3.high, b0.low, b1.low);
+        constexpr int kLow = ColumnPart::kTerms - 1;
+        ptx::mma_tf32(rest, a0.high, a1.high, a2.high, a3.high, part.term[kLow][i],
+                      part.term[kLow][i + 1]);
       }
     }
   }

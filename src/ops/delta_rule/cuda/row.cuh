@@ -1,4 +1,4 @@
-// A block's share of a step of the delta rule: which parts of which row, and where their data lies.
+// A warp's share of a step of the delta rule: which tiles of which row, and where their data lies.
 #pragma once
 
 #include <cstdint>
@@ -14,23 +14,24 @@ namespace replayssm::cuda {
 template <typename State, typename Act>
 class DeltaRuleRow {
  protected:
-  /// A warp's tile of a part.
-  struct Position {
-    int head;
-    int part;  // of the head's
-    int v0;    // first row
-  };
-
   __device__ __forceinline__ DeltaRuleRow(const DeltaRuleCudaParams& params,
                                           const DeltaRuleLaunch& shape)
       : p(params), launch(shape) {
     thread = static_cast<int>(threadIdx.x);
     lane = thread % kWarpLanes;
     warp = thread / kWarpLanes;
-    places = p.limits.record_places();
+    places = static_cast<int>(p.limits.record_places());
     key_head = static_cast<int>(blockIdx.y);
-    part_begin = static_cast<int>(blockIdx.x) * launch.parts;
-    part_count = min(launch.parts, launch.parts_per_key - part_begin);
+    const int run = static_cast<int>(blockIdx.x) * launch.warps + warp;
+    // A key head's last block may have warps without a run.
+    const bool has_run = run < launch.runs_per_key;
+    const int head_in_key =
+        has_run ? static_cast<int>(__umulhi(2u * static_cast<unsigned>(run), launch.head_of_run))
+                : 0;
+    const int first_tile = has_run ? (run - head_in_key * launch.runs_per_head) * launch.tiles : 0;
+    head = key_head * launch.heads_per_key + head_in_key;
+    tile_count = has_run ? min(launch.tiles, launch.tiles_per_head - first_tile) : 0;
+    first_row = first_tile * kDeltaRuleTileRows;
   }
 
   __device__ __forceinline__ void read_row() {
@@ -48,52 +49,29 @@ class DeltaRuleRow {
     own = kind == PlannedRow::kCommitted ? 0 : static_cast<int>(token_count);
   }
 
-  __device__ __forceinline__ Position first_position() const {
-    const int head = head_in_key(0);
-    const int part = part_begin - head * launch.parts_per_head;
-    return {key_head * launch.heads_per_key + head, part,
-            (part * launch.warps + warp) * kDeltaRuleTileRows};
+  /// Records are folded by re-running the recurrence from their v, and not by their deltas.
+  __device__ __forceinline__ bool folds_values() const {
+    return kind != PlannedRow::kReplay && !p.fast_flush;
   }
-  __device__ __forceinline__ void advance(Position& at) const {
-    at.v0 += launch.warps * kDeltaRuleTileRows;
-    if (++at.part == launch.parts_per_head) {
-      ++at.head;
-      at.part = 0;
-      at.v0 = warp * kDeltaRuleTileRows;
-    }
+  /// Exactly one run of a head appends what the head records once.
+  __device__ __forceinline__ bool is_first_of_head() const {
+    return tile_count > 0 && first_row == 0;
   }
-  /// The warp has a tile there: a head's last part may be short.
-  __device__ __forceinline__ bool present(const Position& at) const {
-    return at.v0 < launch.tiles_per_head * kDeltaRuleTileRows;
-  }
-
-  /// (part_begin + part) / parts_per_head.
-  __device__ __forceinline__ int head_in_key(int part) const {
-    return static_cast<int>(
-        __umulhi(2u * static_cast<unsigned>(part_begin + part), launch.head_of_part));
-  }
-  __device__ __forceinline__ int head_of(int part) const {
-    return key_head * launch.heads_per_key + head_in_key(part);
-  }
-  /// Exactly one part of a head appends what the head records once.
-  __device__ __forceinline__ bool is_first_of_head(int part) const {
-    return head_in_key(part) * launch.parts_per_head == part_begin + part;
-  }
-  __device__ __forceinline__ bool is_first_of_key() const { return part_begin == 0; }
+  /// Exactly one block of a key head appends what the key head records once.
+  static __device__ __forceinline__ bool is_first_of_key() { return blockIdx.x == 0; }
 
   /// Makes this object's values new ones to the compiler. What a branch with many registers in use
   /// has to spill is then spilled there, and not where the other branches would have to load it.
   __device__ __forceinline__ void isolate() {
     asm volatile("" : "+r"(thread), "+r"(lane), "+r"(warp), "+r"(places), "+r"(key_head));
-    asm volatile("" : "+r"(part_begin), "+r"(part_count), "+r"(slot), "+r"(live));
+    asm volatile("" : "+r"(head), "+r"(first_row), "+r"(tile_count), "+r"(slot), "+r"(live));
     asm volatile("" : "+r"(first_place), "+r"(own), "+l"(token_begin), "+l"(token_count));
   }
 
   __device__ __forceinline__ void zero_outputs() const {
-    Position at = first_position();
-    for (int part = 0; part < part_count; ++part, advance(at)) {
-      if (!present(at) || lane >= kDeltaRuleTileRows) continue;
-      for (std::int64_t t = 0; t < token_count; ++t) output(t, at)[lane] = narrow<Act>(0.0f);
+    const int rows = tile_count * kDeltaRuleTileRows;
+    for (std::int64_t t = 0; t < token_count; ++t) {
+      for (int row = lane; row < rows; row += kWarpLanes) output(t)[row] = narrow<Act>(0.0f);
     }
   }
 
@@ -103,9 +81,10 @@ class DeltaRuleRow {
     const int at = first_place + entry;
     return at < places ? at : at - places;
   }
-  __device__ __forceinline__ State* state(const Position& at) const {
-    return static_cast<State*>(p.state) + slot * p.state_slot_stride +
-           at.head * p.state_head_stride + at.v0 * p.shape.key_dim;
+  /// The run's first tile; others follow it.
+  __device__ __forceinline__ State* state() const {
+    return static_cast<State*>(p.state) + slot * p.state_slot_stride + head * p.state_head_stride +
+           first_row * p.shape.key_dim;
   }
   __device__ __forceinline__ Act* ring_k(int entry) const {
     return static_cast<Act*>(p.ring_k) + slot * p.ring_k_slot_stride +
@@ -115,23 +94,25 @@ class DeltaRuleRow {
     return p.ring_k_scale + slot * p.ring_k_scale_slot_stride +
            key_head * p.ring_k_scale_head_stride + place(entry);
   }
-  /// Place 0 of the rings of v and of deltas, and token 0 of v and o; the tile's rows.
-  __device__ __forceinline__ Act* ring_v(const Position& at) const {
-    return static_cast<Act*>(p.ring_v) + slot * p.ring_v_slot_stride +
-           at.head * p.ring_v_head_stride + at.v0;
+  /// Place 0 of the rings of v and of deltas, and token 0 of v and o, from the run's first row on.
+  __device__ __forceinline__ Act* ring_v() const {
+    return static_cast<Act*>(p.ring_v) + slot * p.ring_v_slot_stride + head * p.ring_v_head_stride +
+           first_row;
   }
-  __device__ __forceinline__ Act* ring_delta(const Position& at) const {
+  __device__ __forceinline__ Act* ring_delta() const {
     return static_cast<Act*>(p.ring_delta) + slot * p.ring_delta_slot_stride +
-           at.head * p.ring_delta_head_stride + at.v0;
+           head * p.ring_delta_head_stride + first_row;
   }
-  __device__ __forceinline__ std::int64_t value_offset(int entry) const {
-    return place(entry) * p.shape.value_dim;
+  /// From place 0 to the place of an entry.
+  __device__ __forceinline__ int value_offset(int entry) const {
+    return place(entry) * static_cast<int>(p.shape.value_dim);
   }
-  __device__ __forceinline__ float* ring_decay(int head, int entry) const {
+  /// Of the run's head.
+  __device__ __forceinline__ float* ring_decay(int entry) const {
     return p.ring_decay + slot * p.ring_decay_slot_stride + head * p.ring_decay_head_stride +
            place(entry) * std::int64_t{launch.decays};
   }
-  __device__ __forceinline__ float* ring_beta(int head, int entry) const {
+  __device__ __forceinline__ float* ring_beta(int entry) const {
     return p.ring_beta + slot * p.ring_beta_slot_stride + head * p.ring_beta_head_stride +
            place(entry);
   }
@@ -143,13 +124,13 @@ class DeltaRuleRow {
     return static_cast<const Act*>(p.k) + (token_begin + t) * p.k_token_stride +
            key_head * p.k_head_stride;
   }
-  __device__ __forceinline__ const Act* token_v(std::int64_t t, const Position& at) const {
+  __device__ __forceinline__ const Act* token_v(std::int64_t t) const {
     return static_cast<const Act*>(p.v) + (token_begin + t) * p.v_token_stride +
-           at.head * p.v_head_stride + at.v0;
+           head * p.v_head_stride + first_row;
   }
-  __device__ __forceinline__ Act* output(std::int64_t t, const Position& at) const {
-    return static_cast<Act*>(p.o) + (token_begin + t) * p.o_token_stride +
-           at.head * p.o_head_stride + at.v0;
+  __device__ __forceinline__ Act* output(std::int64_t t) const {
+    return static_cast<Act*>(p.o) + (token_begin + t) * p.o_token_stride + head * p.o_head_stride +
+           first_row;
   }
   /// A gate or beta as received.
   struct Raw {
@@ -164,19 +145,19 @@ class DeltaRuleRow {
     const auto* bytes = static_cast<const unsigned char*>(data);
     return {bytes + index * (is_f32 ? 4 : static_cast<int>(sizeof(Act))), is_f32};
   }
-  __device__ __forceinline__ Raw raw_gate(std::int64_t t, int head) const {
+  __device__ __forceinline__ Raw raw_gate(std::int64_t t) const {
     return raw(p.gate, p.gate_is_f32,
                (token_begin + t) * p.gate_token_stride + head * p.gate_head_stride);
   }
   /// Decay of a raw gate; `channel` 0 where a head has one.
-  __device__ __forceinline__ float token_decay(float raw_gate, int head, int channel) const {
+  __device__ __forceinline__ float token_decay(float raw_gate, int channel) const {
     const float a_log = p.a_log == nullptr ? 0.0f : p.a_log[head];
     const float bias = p.dt_bias == nullptr ? 0.0f : p.dt_bias[head * launch.decays + channel];
     const float u = __fadd_rn(raw_gate, bias);
     return exp_f32(p.bounded ? bounded_log_decay(a_log, u, p.lower_bound)
                              : softplus_log_decay(a_log, u));
   }
-  __device__ __forceinline__ float beta(std::int64_t t, int head) const {
+  __device__ __forceinline__ float beta(std::int64_t t) const {
     return delta_rule_beta(
         *raw(p.beta, p.beta_is_f32, (token_begin + t) * p.beta_token_stride + head),
         p.beta_doubled);
@@ -185,7 +166,8 @@ class DeltaRuleRow {
   const DeltaRuleCudaParams& p;
   const DeltaRuleLaunch& launch;
   int thread, lane, warp, places;
-  int key_head, part_begin, part_count;
+  int key_head, head;
+  int first_row, tile_count;  // of the run
 
   std::int64_t token_begin, token_count;
   int slot;

@@ -228,7 +228,7 @@ class Mamba2StepKernel
 #pragma unroll
       for (int s = 0; s < kOneRows; ++s) sum[s] = fmaf(one_weights[i], now[s], sum[s]);
     }
-    float y = reduce_lanes<kOneLanes>(sum);
+    float y = this->template reduce_lanes<kOneLanes>(sum);
     if (lane % kOneRowLanes == 0) {
       if (p.z != nullptr) y *= silu(widen(gate(0, at)[lane / kOneRowLanes]));
       *y_at = narrow<Act>(y);
@@ -262,7 +262,7 @@ class Mamba2StepKernel
       rows[0] = fmaf(of_state[0], one_scale, rows[0]);
       rows[1] = fmaf(of_state[1], one_scale, rows[1]);
     }
-    float y = reduce_lanes<4>(rows);
+    float y = this->template reduce_lanes<4>(rows);
     if (q % 2 == 0) {
       if (p.z != nullptr) y *= silu(widen(gate(0, at)[g + 8 * (q / 2)]));
       *y_at = narrow<Act>(y);

@@ -62,8 +62,7 @@ Status launch_step(const Mamba2CudaParams& params, const Mamba2CudaConfig& confi
 Status check_mamba2_support(const Mamba2CudaParams& p) {
   RSSM_RETURN_IF_ERROR(validate_geometry(p));
   if (find_kernel(p) == nullptr) {
-    return no_step_kernel(p.checkpoint, p.activation, p.copy.format,
-                          "f32, bf16 and f16 with f32 or bf16 activations");
+    return no_step_kernel(p.checkpoint, p.activation, p.copy.format);
   }
   return {};
 }
