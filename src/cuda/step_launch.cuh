@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/block_shape.h"
+#include "cuda/language.cuh"
 #include "cuda/runtime.h"
 #include "cuda/warp.cuh"
 #include "replayssm/dtype.h"
@@ -45,8 +46,8 @@ Status launch_step_kernel(const char* name, void (*kernel)(Params, Launch), cons
     slice.row_count = std::min(kMostInGrid, params.row_count - first);
     const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(groups),
                     static_cast<unsigned>(slice.row_count));
-    kernel<<<grid, static_cast<unsigned>(launch.warps * kWarpLanes),
-             static_cast<std::size_t>(launch.shared.bytes), stream>>>(slice, launch);
+    launch_kernel(kernel, grid, static_cast<unsigned>(launch.warps * kWarpLanes),
+                  static_cast<std::size_t>(launch.shared.bytes), stream, slice, launch);
     RSSM_RETURN_IF_ERROR(to_status(cudaGetLastError(), name));
   }
   return {};

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cuda/device_error.cuh"
+#include "cuda/language.cuh"
 #include "state/cuda/row_check.cuh"
 
 namespace replayssm::cuda {
@@ -162,7 +163,8 @@ void put_values(std::size_t count, Get get, T* to, cudaStream_t stream) {
     Parcel<T> parcel{};
     const std::size_t n = std::min<std::size_t>(count - first, Parcel<T>::kCapacity);
     for (std::size_t i = 0; i < n; ++i) parcel.values[i] = get(first + i);
-    unpack_kernel<T><<<1, kThreads, 0, stream>>>(parcel, static_cast<int>(n), to + first);
+    launch_kernel(unpack_kernel<T>, 1, kThreads, 0, stream, parcel, static_cast<int>(n),
+                  to + first);
   }
 }
 
@@ -213,24 +215,25 @@ __global__ void abort_kernel(SlotTable table, std::int64_t row_count, bool conv_
 
 void launch_set_slot(const SlotTable& table, std::int32_t slot, const Cursor& cursor,
                      SlotCondition condition, cudaStream_t stream) {
-  set_slot_kernel<<<1, 1, 0, stream>>>(table, slot, cursor, condition);
+  launch_kernel(set_slot_kernel, 1, 1, 0, stream, table, slot, cursor, condition);
 }
 
 void launch_force_flush(const SlotTable& table, std::int32_t slot, cudaStream_t stream) {
-  force_flush_kernel<<<1, 1, 0, stream>>>(table, slot);
+  launch_kernel(force_flush_kernel, 1, 1, 0, stream, table, slot);
 }
 
 void launch_end_fold(const SlotTable& table, std::int32_t slot, cudaStream_t stream) {
-  end_fold_kernel<<<1, 1, 0, stream>>>(table, slot);
+  launch_kernel(end_fold_kernel, 1, 1, 0, stream, table, slot);
 }
 
 void launch_copy_slot(const SlotTable& table, std::int32_t src, std::int32_t dst,
                       std::int64_t prefix, cudaStream_t stream) {
-  copy_slot_kernel<<<field_blocks(table), kThreads, 0, stream>>>(table, src, dst, prefix);
+  launch_kernel(copy_slot_kernel, field_blocks(table), kThreads, 0, stream, table, src, dst,
+                prefix);
 }
 
 void launch_poison(const SlotTable& table, std::int32_t slot, bool all, cudaStream_t stream) {
-  poison_kernel<<<field_blocks(table), kThreads, 0, stream>>>(table, slot, all);
+  launch_kernel(poison_kernel, field_blocks(table), kThreads, 0, stream, table, slot, all);
 }
 
 void launch_put_rows(const SlotTable& table, std::span<const StepRow> rows, cudaStream_t stream) {
@@ -255,22 +258,23 @@ void launch_begin_rows(const SlotTable& table, const DeviceRow* rows, std::int64
                        std::int64_t token_count, SlotCondition expected, cudaStream_t stream) {
   const auto threads =
       static_cast<unsigned>(std::min<std::int64_t>(kStepThreads, (row_count + 31) / 32 * 32));
-  begin_rows_kernel<<<1, threads, 0, stream>>>(table,
-                                               {.rows = rows,
-                                                .token_count = token_count,
-                                                .cursors = table.cursors,
-                                                .conditions = table.conditions,
-                                                .expected = expected,
-                                                .slots = table.slots,
-                                                .limits = table.limits,
-                                                .error = table.error},
-                                               row_count);
+  launch_kernel(begin_rows_kernel, 1, threads, 0, stream, table,
+                {.rows = rows,
+                 .token_count = token_count,
+                 .cursors = table.cursors,
+                 .conditions = table.conditions,
+                 .expected = expected,
+                 .slots = table.slots,
+                 .limits = table.limits,
+                 .error = table.error},
+                row_count);
 }
 
 void launch_abort(const SlotTable& table, std::int64_t row_count, bool conv_ran,
                   bool recurrence_ran, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>((row_count + kThreads - 1) / kThreads);
-  abort_kernel<<<blocks, kThreads, 0, stream>>>(table, row_count, conv_ran, recurrence_ran);
+  launch_kernel(abort_kernel, blocks, kThreads, 0, stream, table, row_count, conv_ran,
+                recurrence_ran);
 }
 
 }  // namespace replayssm::cuda

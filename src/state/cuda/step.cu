@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "cuda/device_error.cuh"
+#include "cuda/language.cuh"
 #include "cuda/runtime.h"
 #include "state/cuda/row_check.cuh"
 
@@ -117,7 +118,7 @@ Status cuda_plan_step(const PlanParams& params, cudaStream_t stream) {
   }
   const unsigned threads =
       static_cast<unsigned>(std::min<std::int64_t>(1024, (params.row_count + 31) / 32 * 32));
-  plan_kernel<<<1, threads, 0, stream>>>(params);
+  launch_kernel(plan_kernel, 1, threads, 0, stream, params);
   return to_status(cudaGetLastError(), "launch of the plan");
 }
 
@@ -131,7 +132,7 @@ Status cuda_commit(const CommitParams& params, cudaStream_t stream) {
   }
   constexpr int kThreads = 128;
   const std::int64_t blocks = (params.row_count + kThreads - 1) / kThreads;
-  commit_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
+  launch_kernel(commit_kernel, static_cast<unsigned>(blocks), kThreads, 0, stream, params);
   return to_status(cudaGetLastError(), "launch of the commit");
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "cuda/gates.cuh"
+#include "cuda/language.cuh"
 #include "cuda/vector.cuh"
 #include "ops/causal_conv1d/cuda/launch.h"
 
@@ -113,8 +114,8 @@ template <typename Act, int kVector>
 void launch(const CausalConv1dCudaParams& p, cudaStream_t stream) {
   constexpr std::int64_t kChannels = std::int64_t{kThreads} * kVector;
   const std::int64_t per_row = (p.channels + kChannels - 1) / kChannels;
-  causal_conv1d_kernel<Act, kVector>
-      <<<static_cast<unsigned>(p.row_count * per_row), kThreads, 0, stream>>>(p, per_row);
+  launch_kernel(causal_conv1d_kernel<Act, kVector>, static_cast<unsigned>(p.row_count * per_row),
+                kThreads, 0, stream, p, per_row);
 }
 
 template <typename Act>

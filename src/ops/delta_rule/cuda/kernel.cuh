@@ -23,6 +23,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/language.cuh"
 #include "cuda/ptx/async_copy.cuh"
 #include "cuda/read_copy.cuh"
 #include "ops/delta_rule/cuda/kernels.h"
@@ -272,7 +273,7 @@ class DeltaRuleStepKernel
   };
 
   __device__ __forceinline__ Common load_common(int records) const {
-    Common common;
+    Common common{};
     if constexpr (kScalar) {
       load_vector(state_columns(), common.scalar.k);
       load_vector(state_columns() + column_pitch(), common.scalar.q);
@@ -674,8 +675,8 @@ template <typename State, typename Act, bool kChannelDecay, DeltaRuleVariant kVa
 __global__ void __launch_bounds__(kDeltaRuleMaxWarps* kWarpLanes, kDeltaRuleResidentBlocks)
     delta_rule_step_kernel(const __grid_constant__ DeltaRuleCudaParams params,
                            const __grid_constant__ DeltaRuleLaunch launch) {
-  extern __shared__ __align__(128) unsigned char shared[];
-  DeltaRuleStepKernel<State, Act, kChannelDecay, kVariant, kCopy>::run(params, launch, shared);
+  DeltaRuleStepKernel<State, Act, kChannelDecay, kVariant, kCopy>::run(params, launch,
+                                                                       dynamic_shared());
 }
 
 /// The kernels that there are: fewer for fp32 activations and for copies, which are read by few.

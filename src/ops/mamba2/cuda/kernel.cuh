@@ -23,6 +23,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/language.cuh"
 #include "cuda/ptx/async_copy.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "ops/mamba2/cuda/kernels.h"
@@ -647,9 +648,8 @@ __global__ void __launch_bounds__(kMamba2MaxWarps* kWarpLanes,
                                   mamba2_resident_blocks(mamba2_variant_of(kTokenBlocks)))
     mamba2_step_kernel(const __grid_constant__ Mamba2CudaParams params,
                        const __grid_constant__ Mamba2Launch launch) {
-  extern __shared__ __align__(128) unsigned char shared[];
-  Mamba2StepKernel<State, Act, kStateSize, kTokenBlocks, kWindowSteps, kCopy>::run(params, launch,
-                                                                                   shared);
+  Mamba2StepKernel<State, Act, kStateSize, kTokenBlocks, kWindowSteps, kCopy>::run(
+      params, launch, dynamic_shared());
 }
 
 template <typename State, typename Act>

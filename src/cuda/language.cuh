@@ -1,0 +1,24 @@
+// Where CUDA C++ has a syntax of its own: launches and dynamic shared memory. tests/emulation has
+// its own version of this header.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <type_traits>
+
+namespace replayssm::cuda {
+
+template <typename... Params>
+void launch_kernel(void (*kernel)(Params...), dim3 blocks, dim3 threads, std::size_t shared_bytes,
+                   cudaStream_t stream, std::type_identity_t<Params>... params) {
+  kernel<<<blocks, threads, shared_bytes, stream>>>(params...);
+}
+
+/// A block's dynamic shared memory.
+__device__ __forceinline__ unsigned char* dynamic_shared() {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  return shared_bytes;
+}
+
+}  // namespace replayssm::cuda

@@ -1,0 +1,16 @@
+// Launches and dynamic shared memory, for src/cuda/language.cuh.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace replayssm::cuda {
+
+template <typename... Params>
+void launch_kernel(void (*kernel)(Params...), dim3 blocks, dim3 threads, std::size_t shared_bytes,
+                   cudaStream_t, std::type_identity_t<Params>... params) {
+  emulation::launch(blocks, threads, shared_bytes, [=] { kernel(params...); });
+}
+
+inline unsigned char* dynamic_shared() { return emulation::dynamic_shared(); }
+
+}  // namespace replayssm::cuda
