@@ -320,13 +320,8 @@ class CudaPool final : public DevicePool {
                            .limits = table_.limits,
                            .error = table_.error,
                            .planned = to,
-                           .spread_flushes = !has_mamba2()},
+                           .spread_flushes = spread_flushes_},
                           stream);
-  }
-  bool has_mamba2() const {
-    return std::any_of(options_.layers.begin(), options_.layers.end(), [](const LayerSpec& layer) {
-      return std::holds_alternative<Mamba2Shape>(layer.recurrence);
-    });
   }
 
   std::byte* page(int layer, std::int64_t slot) const {
@@ -359,6 +354,7 @@ class CudaPool final : public DevicePool {
   PlannedRow* fold_plan_ = nullptr;  // one of them, planned
   std::vector<float*> a_;            // by layer: (heads), or null: not a Mamba-2 layer
   std::int64_t row_count_ = 0;
+  bool spread_flushes_ = false;  // in plans
 };
 
 Status CudaPool::check_layer(int layer) const {
@@ -419,6 +415,9 @@ Status CudaPool::initialize() {
   table_.limits = options_.limits;
   table_.rewindable = options_.rewindable;
   table_.fields = fields_;
+  spread_flushes_ = std::none_of(
+      options_.layers.begin(), options_.layers.end(),
+      [](const LayerSpec& layer) { return std::holds_alternative<Mamba2Shape>(layer.recurrence); });
 
   const std::vector<DeviceField> fields = device_fields();
   table_.field_count = static_cast<std::int32_t>(fields.size());

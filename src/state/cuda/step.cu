@@ -29,13 +29,13 @@ __device__ PlannedRow plan_row(const PlanParams& p, const DeviceRow& row) {
   return out;
 }
 
-/// Where rows go: those that flush evenly among the first `span`, which may be all flushes.
-struct RowOrder {
+/// Where rows go that flush evenly among the first half: places of row i of those, and j of others.
+struct SpreadOrder {
   std::int64_t flushes;
-  std::int64_t span;
+  std::int64_t span;  // of places among which they are
 
-  __device__ RowOrder(std::int64_t flushing, std::int64_t rows, bool spread)
-      : flushes(flushing), span(spread ? max(flushing, (rows + 1) / 2) : flushing) {}
+  __device__ SpreadOrder(std::int64_t flushing, std::int64_t rows)
+      : flushes(flushing), span(max(flushing, (rows + 1) / 2)) {}
   __device__ std::int64_t of_flush(std::int64_t i) const { return i * span / flushes; }
   /// The flushes before it are those with of_flush(i) - i <= j.
   __device__ std::int64_t of_other(std::int64_t j) const {
@@ -45,6 +45,7 @@ struct RowOrder {
   }
 };
 
+/// Rows keep no order among those that flush, nor among the others.
 __global__ void plan_kernel(const __grid_constant__ PlanParams p) {
   __shared__ int flushes;
   __shared__ int next_flush;
@@ -63,16 +64,23 @@ __global__ void plan_kernel(const __grid_constant__ PlanParams p) {
       visit(plan_row(p, checked_row(check, row)));
     }
   };
-  for_rows([&](const PlannedRow& planned) {
-    if (planned.kind == PlannedRow::kFlush) atomicAdd(&flushes, 1);
-  });
-  __syncthreads();
+  if (p.spread_flushes) {
+    for_rows([&](const PlannedRow& planned) {
+      if (planned.kind == PlannedRow::kFlush) atomicAdd(&flushes, 1);
+    });
+    __syncthreads();
+  }
   check.error = p.error;  // reported once
-  const RowOrder order(flushes, p.row_count, p.spread_flushes);
+  const SpreadOrder spread(flushes, p.row_count);
   for_rows([&](const PlannedRow& planned) {
-    const bool flush = planned.kind == PlannedRow::kFlush;
-    const std::int64_t to = flush ? order.of_flush(atomicAdd(&next_flush, 1))
-                                  : order.of_other(atomicAdd(&next_other, 1));
+    std::int64_t to;
+    if (planned.kind == PlannedRow::kFlush) {
+      const std::int64_t i = atomicAdd(&next_flush, 1);
+      to = p.spread_flushes ? spread.of_flush(i) : i;
+    } else {
+      const std::int64_t j = atomicAdd(&next_other, 1);
+      to = p.spread_flushes ? spread.of_other(j) : p.row_count - 1 - j;
+    }
     p.planned[to] = planned;
   });
 }
