@@ -73,11 +73,11 @@ class ReadCopyTiles {
     const void* more_from = kNvfp4 ? static_cast<const void*>(from.block_scales) : from.scales;
     if (ptx::kHasBulkCopy) {
       if (lane == 0) {
-        const auto policy = ptx::evict_first_policy();
         ptx::mbarrier_expect(barrier, static_cast<std::uint32_t>(code_bytes + more));
         ptx::bulk_copy(to.codes, from.codes, static_cast<std::uint32_t>(code_bytes), barrier,
-                       policy);
-        ptx::bulk_copy(more_to, more_from, static_cast<std::uint32_t>(more), barrier, policy);
+                       ptx::kEvictFirst);
+        ptx::bulk_copy(more_to, more_from, static_cast<std::uint32_t>(more), barrier,
+                       ptx::kEvictFirst);
       }
     } else {
       for (int i = lane * 16; i < code_bytes; i += kWarpLanes * 16) {
@@ -102,25 +102,16 @@ class ReadCopyTiles {
   template <int kWidth, int kTerms, typename T>
   static __device__ __forceinline__ Columns<kWidth, kTerms> columns(const T* vectors, int pitch,
                                                                     int width, int lane) {
-    static_assert(sizeof(T) == 4 || kTerms == 1);
     Columns<kWidth, kTerms> out;
 #pragma unroll
     for (int s = 0; s < Columns<kWidth, kTerms>::kSegments; ++s) {
       const int n = s * kSegment + kBlock * (lane % 4);
       Packed<T, kBlock> c{};
       if (n < width) c = load_packed<T, kBlock>(vectors + lane / 4 * pitch + n);
-      if constexpr (sizeof(T) == 2) {
-        pair_like_codes(c.word, out.pairs[s][0]);
-      } else {
-        float left[kBlock];
+      std::uint32_t terms[kTerms][kPairs];
+      bf16_terms(c, terms);
 #pragma unroll
-        for (int i = 0; i < kBlock; ++i) left[i] = c[i];
-#pragma unroll
-        for (int term = 0; term < kTerms; ++term) {
-          const auto packed = take_bf16_term<kBlock>(left);
-          pair_like_codes(packed.word, out.pairs[s][term]);
-        }
-      }
+      for (int term = 0; term < kTerms; ++term) pair_like_codes(terms[term], out.pairs[s][term]);
     }
     return out;
   }

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/warp.cuh"
 #include "replayssm/dtype.h"
 
 namespace replayssm::cuda {
@@ -108,6 +109,12 @@ struct F16Range {
     factor = __uint_as_float((2 * 127 + 14 - exponent) << 23);
     inverse = __uint_as_float((exponent - 14) << 23);
   }
+  /// Of what four neighbouring lanes have between them.
+  static __device__ __forceinline__ F16Range of_four_lanes(std::uint32_t magnitude) {
+    magnitude = max(magnitude, __shfl_xor_sync(kAllLanes, magnitude, 1));
+    magnitude = max(magnitude, __shfl_xor_sync(kAllLanes, magnitude, 2));
+    return F16Range(magnitude);
+  }
   float factor;
   float inverse;
 };
@@ -126,6 +133,38 @@ __device__ __forceinline__ Packed<BF16, kCount> take_bf16_term(float (&x)[kCount
 #pragma unroll
   for (int i = 0; i < kCount; ++i) x[i] -= out[i];
   return out;
+}
+
+/// Numbers as kTerms terms of pairs of bf16 that add up to them; bf16 numbers are their only term.
+template <int kTerms, typename T, int kCount>
+__device__ __forceinline__ void bf16_terms(const Packed<T, kCount>& x,
+                                           std::uint32_t (&terms)[kTerms][kCount / 2]) {
+  if constexpr (sizeof(T) == 2) {
+    static_assert(kTerms == 1 && std::is_same_v<T, BF16>);
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) terms[0][i] = x.word[i];
+  } else {
+    float left[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) left[i] = x[i];
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term) {
+      const auto packed = take_bf16_term(left);
+#pragma unroll
+      for (int i = 0; i < kCount / 2; ++i) terms[term][i] = packed.word[i];
+    }
+  }
+}
+
+/// x = high + low: what a tf32 operand keeps of x, and the rest. The two carry x to 2^-20 or
+/// better.
+struct Tf32Pair {
+  std::uint32_t high;
+  std::uint32_t low;
+};
+__device__ __forceinline__ Tf32Pair split_tf32(float x) {
+  const std::uint32_t high = __float_as_uint(x) & 0xffffe000u;
+  return {high, __float_as_uint(x - __uint_as_float(high))};
 }
 
 }  // namespace replayssm::cuda

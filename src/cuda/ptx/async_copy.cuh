@@ -116,14 +116,8 @@ __device__ __forceinline__ void copy_async_arrive(std::uint64_t* barrier) {
                : "memory");
 }
 
-/// A cache policy for data that is read once.
-__device__ __forceinline__ std::uint64_t evict_first_policy() {
-  std::uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-/// The policy evict_first_policy() makes, whole and as a constant.
+/// A cache policy for data that is read once: evict_first for all of it, as createpolicy encodes
+/// it.
 inline constexpr std::uint64_t kEvictFirst = 0x12f0000000000000ull;
 
 /// `bytes` (a multiple of 16) from global to shared memory, completing on the barrier.

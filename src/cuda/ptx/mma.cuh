@@ -56,15 +56,4 @@ __device__ __forceinline__ void load_matrices_transposed(std::uint32_t (&out)[4]
                : "memory");
 }
 
-/// x = high + low: what a tf32 operand keeps of x, and the rest. The two carry x to 2^-20 or
-/// better.
-struct Tf32Pair {
-  std::uint32_t high;
-  std::uint32_t low;
-};
-__device__ __forceinline__ Tf32Pair split_tf32(float x) {
-  const std::uint32_t high = __float_as_uint(x) & 0xffffe000u;
-  return {high, __float_as_uint(x - __uint_as_float(high))};
-}
-
 }  // namespace replayssm::cuda::ptx

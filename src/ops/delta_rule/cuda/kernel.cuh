@@ -43,7 +43,7 @@ class DeltaRuleStepKernel
                                 delta_rule_key_dim(kVariant), kVariant == DeltaRuleVariant::kAny,
                                 delta_rule_column_blocks(kVariant)> {
   using Preparation = DeltaRulePreparation<State, Act, kChannelDecay, kVariant>;
-  using Preparation::act_pitch, Preparation::append_keys, Preparation::at, Preparation::betas;
+  using Preparation::act_pitch, Preparation::append_keys, Preparation::betas;
   using Preparation::block_threads, Preparation::channel_decay, Preparation::decay_channels;
   using Preparation::decays, Preparation::kActPerChunk, Preparation::kBlocks, Preparation::key;
   using Preparation::init_records_barrier, Preparation::key_dim, Preparation::kKeyDim,
@@ -57,8 +57,7 @@ class DeltaRuleStepKernel
   using Preparation::weights;
 
   using Row = DeltaRuleRow<State, Act>;
-  using Row::first_row, Row::folds_values, Row::head, Row::is_first_of_head, Row::is_first_of_key,
-      Row::isolate;
+  using Row::first_row, Row::folds_values, Row::head, Row::is_first_of_key, Row::isolate;
   using Row::kind, Row::lane, Row::launch, Row::live, Row::output, Row::own, Row::p, Row::read_row;
   using Row::ring_delta, Row::ring_k_scale, Row::ring_v, Row::slot, Row::state, Row::thread;
   using Row::tile_count, Row::token_count, Row::token_v, Row::value_offset, Row::warp, Row::zero;
@@ -173,7 +172,7 @@ class DeltaRuleStepKernel
           if (lane == 0) {
             const auto bytes = static_cast<std::uint32_t>(elements * sizeof(State));
             ptx::mbarrier_expect(bar, bytes);
-            ptx::bulk_copy(stage(), from, bytes, bar, ptx::evict_first_policy());
+            ptx::bulk_copy(stage(), from, bytes, bar, ptx::kEvictFirst);
           }
         } else {
           constexpr int kPerChunk = 16 / static_cast<int>(sizeof(State));

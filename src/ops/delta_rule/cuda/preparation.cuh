@@ -26,11 +26,10 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act> {
   static constexpr int kPerLane = kKeyDim / kWarpLanes;
 
   using Row = DeltaRuleRow<State, Act>;
-  using Row::beta, Row::folds_values, Row::is_first_of_head, Row::is_first_of_key, Row::lane,
-      Row::launch, Row::live;
+  using Row::beta, Row::folds_values, Row::is_first_of_head, Row::lane, Row::launch, Row::live;
   using Row::first_place, Row::own, Row::p, Row::places, Row::raw_gate, Row::ring_beta,
       Row::ring_decay, Row::ring_k;
-  using Row::ring_k_scale, Row::thread, Row::tile_count, Row::token_decay, Row::token_k;
+  using Row::ring_k_scale, Row::thread, Row::token_decay, Row::token_k;
   using Row::token_q, Row::warp;
 
   __device__ __forceinline__ DeltaRulePreparation(const DeltaRuleCudaParams& params,
@@ -164,17 +163,16 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act> {
       std::uint64_t* bar = records_barrier();
       const int key_bytes = key_dim() * static_cast<int>(sizeof(Act));
       const int decay_bytes = kChannelDecay ? key_dim() * 4 : 0;
-      const auto policy = ptx::evict_first_policy();
       ptx::mbarrier_arrive_expect(bar,
                                   static_cast<std::uint32_t>(live * (key_bytes + decay_bytes)));
       const int unwrapped = min(live, places - first_place);
       for (int first = 0; first < live; first += unwrapped) {
         const int count = first == 0 ? unwrapped : live - unwrapped;
         ptx::bulk_copy(raw_key(first), ring_k(first), static_cast<std::uint32_t>(count * key_bytes),
-                       bar, policy);
+                       bar, ptx::kEvictFirst);
         if constexpr (kChannelDecay) {
           ptx::bulk_copy(channel_decay(first), ring_decay(first),
-                         static_cast<std::uint32_t>(count * decay_bytes), bar, policy);
+                         static_cast<std::uint32_t>(count * decay_bytes), bar, ptx::kEvictFirst);
         }
         if (first > 0) break;
       }
@@ -279,16 +277,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act> {
   /// Products of the decays after record first + lane, with one decay per head; `later`: those
   /// after the group, then with the group's.
   __device__ __forceinline__ float later_decays(int first, int records, float& later) const {
-    float product = first + lane < records ? decays()[first + lane] : 1.0f;
-#pragma unroll
-    for (int step = 1; step < kWarpLanes; step *= 2) {
-      const float other = __shfl_down_sync(kAllLanes, product, step);
-      if (lane + step < kWarpLanes) product *= other;
-    }
-    const float next = __shfl_down_sync(kAllLanes, product, 1);
-    const float factor = lane == kWarpLanes - 1 ? later : next * later;
-    later *= __shfl_sync(kAllLanes, product, 0);
-    return factor;
+    return product_of_later(first + lane < records ? decays()[first + lane] : 1.0f, lane, later);
   }
 
   /// Betas of tokens first.. for the warp's head, and decays where a head has one, as entries after

@@ -63,23 +63,12 @@ class DeltaRuleProducts {
     if constexpr (!kBf16State) {
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
-        const ptx::Tf32Pair pair = ptx::split_tf32(c[i]);
+        const Tf32Pair pair = split_tf32(c[i]);
         part.term[0][i] = pair.high;
         if constexpr (!kExactColumns) part.term[1][i] = pair.low;
       }
-    } else if constexpr (kExactColumns) {
-#pragma unroll
-      for (int i = 0; i < kOwn / 2; ++i) part.term[0][i] = c.word[i];
     } else {
-      float left[kOwn];
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) left[i] = c[i];
-#pragma unroll
-      for (int term = 0; term < kColumnTerms; ++term) {
-        const auto packed = take_bf16_term<kOwn>(left);
-#pragma unroll
-        for (int i = 0; i < kOwn / 2; ++i) part.term[term][i] = packed.word[i];
-      }
+      bf16_terms(c, part.term);
     }
     return part;
   }
@@ -181,19 +170,19 @@ class DeltaRuleProducts {
                                                         int first, int blocks, Sums& sums) const {
     const float* weight = weights + g * weight_stride + first + 2 * q;
     const auto at = [&](int entry, int row) {
-      return ptx::split_tf32(entry < live ? widen(records[entry * pitch + row]) : 0.0f);
+      return split_tf32(entry < live ? widen(records[entry * pitch + row]) : 0.0f);
     };
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int e0 = first + 8 * half + 2 * q;
-      const ptx::Tf32Pair a0 = at(e0, g), a1 = at(e0, g + 8);
-      const ptx::Tf32Pair a2 = at(e0 + 1, g), a3 = at(e0 + 1, g + 8);
+      const Tf32Pair a0 = at(e0, g), a1 = at(e0, g + 8);
+      const Tf32Pair a2 = at(e0 + 1, g), a3 = at(e0 + 1, g + 8);
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
         if (kBlocks > 1 && b >= blocks) break;
         const float2 w =
             *reinterpret_cast<const float2*>(weight + 8 * b * weight_stride + 8 * half);
-        const ptx::Tf32Pair w0 = ptx::split_tf32(w.x), w1 = ptx::split_tf32(w.y);
+        const Tf32Pair w0 = split_tf32(w.x), w1 = split_tf32(w.y);
         ptx::mma_tf32(sums[b], a0.low, a1.low, a2.low, a3.low, w0.high, w1.high);
         ptx::mma_tf32(sums[b], a0.high, a1.high, a2.high, a3.high, w0.low, w1.low);
         ptx::mma_tf32(sums[b], a0.high, a1.high, a2.high, a3.high, w0.high, w1.high);
@@ -223,10 +212,10 @@ class DeltaRuleProducts {
     constexpr bool kWideState = sizeof(State) == 4;
 #pragma unroll
     for (int i = 0; i < kOwn; i += 2) {
-      const ptx::Tf32Pair a0 = ptx::split_tf32(s0[i]);
-      const ptx::Tf32Pair a1 = ptx::split_tf32(s1[i]);
-      const ptx::Tf32Pair a2 = ptx::split_tf32(s0[i + 1]);
-      const ptx::Tf32Pair a3 = ptx::split_tf32(s1[i + 1]);
+      const Tf32Pair a0 = split_tf32(s0[i]);
+      const Tf32Pair a1 = split_tf32(s1[i]);
+      const Tf32Pair a2 = split_tf32(s0[i + 1]);
+      const Tf32Pair a3 = split_tf32(s1[i + 1]);
       ptx::mma_tf32(sums, a0.high, a1.high, a2.high, a3.high, part.term[0][i], part.term[0][i + 1]);
       if constexpr (kWideState) {
         ptx::mma_tf32(rest, a0.low, a1.low, a2.low, a3.low, part.term[0][i], part.term[0][i + 1]);

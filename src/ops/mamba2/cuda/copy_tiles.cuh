@@ -9,7 +9,6 @@
 
 #include <cstdint>
 
-#include "cuda/ptx/async_copy.cuh"
 #include "cuda/ptx/convert.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/read_copy.cuh"
@@ -38,46 +37,12 @@ class Mamba2CopyTiles : public ReadCopyTiles<kFormat> {
   /// C of a lane's columns, as the pairs that decode makes.
   using Columns = std::uint32_t[kSegments][kPairs];
 
-  static __device__ __forceinline__ CopyTile in_stage(unsigned char* stage, int tiles) {
-    CopyTile tile;
-    tile.codes = stage;
-    tile.block_scales = stage + tiles * kRows * kRowBytes;
-    tile.scales = reinterpret_cast<float*>(tile.block_scales + (kNvfp4 ? tiles * kStateSize : 0));
-    return tile;
-  }
   /// The tile `count` tiles on.
   static __device__ __forceinline__ CopyTile moved(CopyTile tile, int count) {
     tile.codes += count * kRows * kRowBytes;
     tile.block_scales += count * kStateSize;
     tile.scales += count * kTileScales;
     return tile;
-  }
-
-  /// Asks for consecutive tiles; completes on the barrier with the caller's copy_async_arrive.
-  static __device__ __forceinline__ void load(const CopyTile& from, const CopyTile& to, int tiles,
-                                              std::uint64_t* barrier, int lane) {
-    const int code_bytes = tiles * kRows * kRowBytes;
-    const int more = tiles * (kNvfp4 ? kStateSize : kRows * 4);
-    const void* more_from = kNvfp4 ? static_cast<const void*>(from.block_scales) : from.scales;
-    void* more_to = kNvfp4 ? static_cast<void*>(to.block_scales) : to.scales;
-    if (ptx::kHasBulkCopy) {
-      if (lane == 0) {
-        ptx::mbarrier_expect(barrier, static_cast<std::uint32_t>(code_bytes + more));
-        ptx::bulk_copy(to.codes, from.codes, static_cast<std::uint32_t>(code_bytes), barrier,
-                       ptx::kEvictFirst);
-        ptx::bulk_copy(more_to, more_from, static_cast<std::uint32_t>(more), barrier,
-                       ptx::kEvictFirst);
-      }
-    } else {
-      for (int i = lane * 16; i < code_bytes; i += kWarpLanes * 16) {
-        ptx::copy_async_16(to.codes + i, from.codes + i);
-      }
-      for (int i = lane * 16; i < more; i += kWarpLanes * 16) {
-        ptx::copy_async_16(static_cast<char*>(more_to) + i,
-                           static_cast<const char*>(more_from) + i);
-      }
-    }
-    if (kNvfp4 && lane < tiles) ptx::copy_async_4(to.scales + lane, from.scales + lane);
   }
 
   /// Encodes a staged tile of the checkpoint as the codec says, to memory and over the stage.
@@ -107,9 +72,7 @@ class Mamba2CopyTiles : public ReadCopyTiles<kFormat> {
         amax = max(amax, larger_magnitude(packed[s].word[i]));
       }
     }
-    amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 1));
-    amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 2));
-    const F16Range range(amax);
+    const F16Range range = F16Range::of_four_lanes(amax);
 #pragma unroll
     for (int s = 0; s < kSegments; ++s) {
 #pragma unroll

@@ -358,10 +358,10 @@ class Mamba2StepKernel
       } else {
 #pragma unroll
         for (int i = 0; i < kOwn / 2; ++i) {
-          const ptx::Tf32Pair a0 = ptx::split_tf32(s0[2 * i]);
-          const ptx::Tf32Pair a1 = ptx::split_tf32(s1[2 * i]);
-          const ptx::Tf32Pair a2 = ptx::split_tf32(s0[2 * i + 1]);
-          const ptx::Tf32Pair a3 = ptx::split_tf32(s1[2 * i + 1]);
+          const Tf32Pair a0 = split_tf32(s0[2 * i]);
+          const Tf32Pair a1 = split_tf32(s1[2 * i]);
+          const Tf32Pair a2 = split_tf32(s0[2 * i + 1]);
+          const Tf32Pair a3 = split_tf32(s1[2 * i + 1]);
 #pragma unroll
           for (int k = 0; k < kBlocks; ++k) {
             // bf16 is tf32 as it is; tf32 ignores an fp32's low bits.
@@ -372,7 +372,7 @@ class Mamba2StepKernel
               ptx::mma_tf32(rest[k], a0.low, a1.low, a2.low, a3.low, w0, w1);
             }
             if constexpr (kWideAct) {
-              const ptx::Tf32Pair b0 = ptx::split_tf32(c0), b1 = ptx::split_tf32(c1);
+              const Tf32Pair b0 = split_tf32(c0), b1 = split_tf32(c1);
               ptx::mma_tf32(rest[k], a0.high, a1.high, a2.high, a3.high, b0.low, b1.low);
             }
           }
@@ -395,14 +395,14 @@ class Mamba2StepKernel
       for (int half = 0; half < 2; ++half) {
         const int e0 = 16 * s + 8 * half + 2 * q;
         const auto at = [&](int entry, int state_row) {
-          return ptx::split_tf32(entry < entries ? x[entry * kTileRows + state_row] : 0.0f);
+          return split_tf32(entry < entries ? x[entry * kTileRows + state_row] : 0.0f);
         };
-        const ptx::Tf32Pair a0 = at(e0, g), a1 = at(e0, g + 8);
-        const ptx::Tf32Pair a2 = at(e0 + 1, g), a3 = at(e0 + 1, g + 8);
+        const Tf32Pair a0 = at(e0, g), a1 = at(e0, g + 8);
+        const Tf32Pair a2 = at(e0 + 1, g), a3 = at(e0 + 1, g + 8);
 #pragma unroll
         for (int k = 0; k < kTokenBlocks; ++k) {
-          const ptx::Tf32Pair b0 = ptx::split_tf32(__uint_as_float(weights[k][s][2 * half]));
-          const ptx::Tf32Pair b1 = ptx::split_tf32(__uint_as_float(weights[k][s][2 * half + 1]));
+          const Tf32Pair b0 = split_tf32(__uint_as_float(weights[k][s][2 * half]));
+          const Tf32Pair b1 = split_tf32(__uint_as_float(weights[k][s][2 * half + 1]));
           ptx::mma_tf32(y[k], a0.low, a1.low, a2.low, a3.low, b0.high, b1.high);
           ptx::mma_tf32(y[k], a0.high, a1.high, a2.high, a3.high, b0.low, b1.low);
           ptx::mma_tf32(y[k], a0.high, a1.high, a2.high, a3.high, b0.high, b1.high);

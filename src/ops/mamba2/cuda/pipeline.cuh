@@ -79,7 +79,7 @@ class Mamba2Pipeline : protected Mamba2Row<State, Act, kStateSize> {
                                            kStateSize);
   }
   __device__ __forceinline__ CopyTile copy_in_stage(unsigned char* stage) const {
-    return Copy::in_stage(stage, launch.copy_tiles);
+    return Copy::in_stage(stage, kStateSize, 0, launch.copy_tiles);
   }
   // ---- Loading ----
 
@@ -128,7 +128,7 @@ class Mamba2Pipeline : protected Mamba2Row<State, Act, kStateSize> {
     if (tiles <= 0) return;
     if constexpr (kReadsCopy<kKind>) {
       if (!zero) {
-        Copy::load(copy_ahead, copy_in_stage(stage.at), tiles, stage.barrier, lane);
+        Copy::load(copy_ahead, copy_in_stage(stage.at), kStateSize, tiles, stage.barrier, lane);
       }
       copy_ahead = Copy::moved(copy_ahead, tiles);
       if (lane == 0) ptx::mbarrier_arrive(stage.barrier);

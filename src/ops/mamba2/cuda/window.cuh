@@ -184,9 +184,7 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
           amax = max(amax, larger_magnitude(c[k][s].word[i]));
         }
       }
-      amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 1));
-      amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 2));
-      const F16Range range(amax);
+      const F16Range range = F16Range::of_four_lanes(amax);
 #pragma unroll
       for (int s = 0; s < kSegments; ++s) {
 #pragma unroll
@@ -227,10 +225,10 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
                                                       int k) {
     constexpr bool two = kTokenBlocks == 2;
     if constexpr (kWideAct) {
-      const ptx::Tf32Pair l0 = ptx::split_tf32(low[2 * k]), l1 = ptx::split_tf32(low[2 * k + 1]);
-      const ptx::Tf32Pair h0 = ptx::split_tf32(two ? high[2 * k] : 0.0f);
-      const ptx::Tf32Pair h1 = ptx::split_tf32(two ? high[2 * k + 1] : 0.0f);
-      const ptx::Tf32Pair b0 = ptx::split_tf32(b[2 * k]), b1 = ptx::split_tf32(b[2 * k + 1]);
+      const Tf32Pair l0 = split_tf32(low[2 * k]), l1 = split_tf32(low[2 * k + 1]);
+      const Tf32Pair h0 = split_tf32(two ? high[2 * k] : 0.0f);
+      const Tf32Pair h1 = split_tf32(two ? high[2 * k + 1] : 0.0f);
+      const Tf32Pair b0 = split_tf32(b[2 * k]), b1 = split_tf32(b[2 * k + 1]);
       ptx::mma_tf32(sums, l0.low, h0.low, l1.low, h1.low, b0.high, b1.high);
       ptx::mma_tf32(sums, l0.high, h0.high, l1.high, h1.high, b0.low, b1.low);
       ptx::mma_tf32(sums, l0.high, h0.high, l1.high, h1.high, b0.high, b1.high);
@@ -283,17 +281,9 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
         out.dt[entry] = dt;
         out.decay[entry] = decay;
       }
-      float product = entry < live ? decay : 1.0f;
-#pragma unroll
-      for (int step = 1; step < kWarpLanes; step *= 2) {
-        const float other = __shfl_down_sync(kAllLanes, product, step);
-        if (lane + step < kWarpLanes) product *= other;
-      }
-      const float next = __shfl_down_sync(kAllLanes, product, 1);
-      const float suffix = lane == kWarpLanes - 1 ? newer : next * newer;
+      const float suffix = product_of_later(entry < live ? decay : 1.0f, lane, newer);
       weight[i] = entry < live && kind != PlannedRow::kFlush ? suffix * dt : 0.0f;
       own_dt[i] = dt;
-      newer *= __shfl_sync(kAllLanes, product, 0);
     }
     __syncwarp();
     const float all = kind == PlannedRow::kFlush ? 1.0f : newer;

@@ -11,7 +11,6 @@ namespace replayssm::cuda::ptx {
 /// EMULATION_SM80=1: as before sm_90.
 inline const bool kHasBulkCopy = std::getenv("EMULATION_SM80") == nullptr;
 inline constexpr std::uint64_t kEvictFirst = 0;
-inline std::uint64_t evict_first_policy() { return kEvictFirst; }
 
 inline void mbarrier_init(std::uint64_t* at, std::uint32_t arrivals) {
   emulation::make_barrier(at, arrivals);

@@ -61,13 +61,4 @@ inline void load_matrices_transposed(std::uint32_t (&out)[4], const void* shared
   }
 }
 
-struct Tf32Pair {
-  std::uint32_t high;
-  std::uint32_t low;
-};
-inline Tf32Pair split_tf32(float x) {
-  const std::uint32_t high = __float_as_uint(x) & 0xffffe000u;
-  return {high, __float_as_uint(x - __uint_as_float(high))};
-}
-
 }  // namespace replayssm::cuda::ptx
