@@ -119,7 +119,10 @@ class DeltaRuleFamily {
   static std::vector<Tuning> tunings(const Case&) {
     std::vector<Tuning> all;
     for (const int warps : {2, 4, 8}) {
-      for (const int tiles : {1, 2, 4, 8}) all.push_back({.warps = warps, .tiles = tiles});
+      all.push_back({.kernel = StepKernel::kDirect, .warps = warps});
+      for (const int tiles : {1, 2, 4, 8}) {
+        all.push_back({.kernel = StepKernel::kStreamed, .warps = warps, .tiles = tiles});
+      }
     }
     return all;
   }
@@ -191,7 +194,10 @@ Cases<DeltaRuleFamily<kChannelDecay>> cases() {
   }
   Case plain = f32(kChannelDecay ? kKda[1] : kGdn[3], 256);
   plain.mode = Mode::kPlain;
-  out.swept = {out.targets[0], out.targets[1], out.targets[2], out.targets[3], plain};
+  const Geometry& small = kChannelDecay ? kKda[1] : kGdn[1];
+  out.swept = {out.targets[0], out.targets[1], out.targets[2], out.targets[3],
+               plain,          f32(small, 1),  f32(small, 8)};
+  if constexpr (!kChannelDecay) out.swept.push_back(f32(kGdn[3], 256, 8));
   return out;
 }
 

@@ -103,13 +103,17 @@ class Mamba2Family {
   static std::vector<Tuning> tunings(const Case& c) {
     std::vector<Tuning> all;
     for (const int warps : {1, 2, 4}) {
+      all.push_back({.kernel = StepKernel::kDirect, .warps = warps});
+    }
+    for (const int warps : {1, 2, 4}) {
       for (const int stages : {1, 2, 3}) {
         for (const int tiles : {1, 2, 4, 8, 16}) {
           for (const int fold_tiles : {1, 2, 4, 8, 16}) {
             // Small batches only split further; big ones only want long runs.
             const bool small = c.batch < 64;
             if (small != (tiles < 4) || small != (fold_tiles < 4)) continue;
-            all.push_back({.warps = warps,
+            all.push_back({.kernel = StepKernel::kStreamed,
+                           .warps = warps,
                            .stages = stages,
                            .tiles_per_run = tiles,
                            .fold_tiles_per_run = fold_tiles});

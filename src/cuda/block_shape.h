@@ -15,6 +15,27 @@ constexpr std::int64_t round_up_to(std::int64_t bytes, std::int64_t multiple) {
   return (bytes + multiple - 1) / multiple * multiple;
 }
 
+/// Whether a launch is to overlap with the one before it (cuda/language.cuh): where blocks of two
+/// such find room together. Else those that come early fill the multiprocessors that are free
+/// first, and the work is shared out unevenly.
+constexpr bool overlaps_launches(const CudaDeviceInfo& device, std::int64_t blocks,
+                                 int blocks_per_multiprocessor) {
+  return device.compute_capability >= 90 &&
+         2 * blocks <= std::int64_t{blocks_per_multiprocessor} * device.multiprocessors;
+}
+
+/// 2^31 / divisor, rounded up: __umulhi(2 n, reciprocal) is n / divisor for n < 2^15.
+constexpr std::uint32_t reciprocal_of(std::int64_t divisor) {
+  return static_cast<std::uint32_t>(((std::int64_t{1} << 31) + divisor - 1) / divisor);
+}
+
+/// The most warps up to `most` that `runs` are shared out to without a rest: a power of two.
+constexpr std::int32_t warps_that_divide(std::int64_t runs, int most) {
+  std::int32_t warps = 1;
+  while (2 * warps <= most && runs % (2 * warps) == 0) warps *= 2;
+  return warps;
+}
+
 /// Blocks of `warps` warps and `shared_bytes` that a multiprocessor holds at once, when registers
 /// allow for `resident_warps`; 0 if the device allows no such block.
 inline int blocks_that_fit(const CudaDeviceInfo& device, std::int32_t shared_bytes, int warps,

@@ -8,6 +8,7 @@
 
 #include "cuda/block_shape.h"
 #include "cuda/language.cuh"
+#include "cuda/ptx/grid.cuh"
 #include "cuda/runtime.h"
 #include "cuda/warp.cuh"
 #include "replayssm/dtype.h"
@@ -23,8 +24,25 @@ inline Status no_step_kernel(DType checkpoint, DType activation, ReadCopyFormat 
                      "read copies of f32 and bf16 checkpoints with bf16 activations");
 }
 
+/// What a step's kernel begins with: its parameters are brought to the constant cache while there
+/// is nothing else to wait for (each 64 bytes of them are a miss in a launch of their own), then it
+/// waits for the kernels before it.
+template <typename Params, typename Launch>
+__device__ __forceinline__ void begin_step_kernel(const Params& params, const Launch& launch) {
+  const auto touch = [](const auto& value) {
+    const auto* words = reinterpret_cast<const unsigned*>(&value);
+#pragma unroll
+    for (unsigned i = 0; i < sizeof(value) / 4; i += 16) asm volatile("" ::"r"(words[i]));
+  };
+  touch(params);
+  touch(launch);
+  ptx::wait_for_earlier_kernels();
+  ptx::let_next_kernel_begin();
+}
+
 /// Launches a step's kernel over blocks (`blocks`, `groups`, rows), as many rows at a time as a
-/// grid takes. `Config`: a family's, whose launch has warps and shared.bytes.
+/// grid takes. `Config`: a family's, whose launch has warps and shared.bytes. From sm_90 on a
+/// step's launch overlaps with the end of the kernel before it.
 template <typename Params, typename Launch, typename Config>
 Status launch_step_kernel(const char* name, void (*kernel)(Params, Launch), const Params& params,
                           const Config& config, int max_warps, std::int64_t blocks,
@@ -46,8 +64,14 @@ Status launch_step_kernel(const char* name, void (*kernel)(Params, Launch), cons
     slice.row_count = std::min(kMostInGrid, params.row_count - first);
     const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(groups),
                     static_cast<unsigned>(slice.row_count));
-    launch_kernel(kernel, grid, static_cast<unsigned>(launch.warps * kWarpLanes),
-                  static_cast<std::size_t>(launch.shared.bytes), stream, slice, launch);
+    const dim3 threads(static_cast<unsigned>(launch.warps * kWarpLanes));
+    const auto shared_bytes = static_cast<std::size_t>(launch.shared.bytes);
+    if (config.overlaps) {
+      RSSM_RETURN_IF_ERROR(to_status(
+          launch_overlapped(kernel, grid, threads, shared_bytes, stream, slice, launch), name));
+    } else {
+      launch_kernel(kernel, grid, threads, shared_bytes, stream, slice, launch);
+    }
     RSSM_RETURN_IF_ERROR(to_status(cudaGetLastError(), name));
   }
   return {};

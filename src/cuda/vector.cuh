@@ -95,6 +95,24 @@ __device__ __forceinline__ Packed<T, kCount> load_packed(const T* from) {
   return out;
 }
 
+/// The widest stores the size allows; `to` is aligned to min(16, size).
+template <typename T, int kCount>
+__device__ __forceinline__ void store_packed(T* to, const Packed<T, kCount>& from) {
+  constexpr int kWords = Packed<T, kCount>::kWords;
+  if constexpr (kWords % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < kWords / 4; ++i) {
+      reinterpret_cast<uint4*>(to)[i] = {from.word[4 * i], from.word[4 * i + 1],
+                                         from.word[4 * i + 2], from.word[4 * i + 3]};
+    }
+  } else if constexpr (kWords == 2) {
+    *reinterpret_cast<uint2*>(to) = {from.word[0], from.word[1]};
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) reinterpret_cast<std::uint32_t*>(to)[i] = from.word[i];
+  }
+}
+
 /// Two numbers as a word of f16, the first in its low half.
 __device__ __forceinline__ std::uint32_t f16_pair(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);

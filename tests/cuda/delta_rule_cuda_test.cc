@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/step_kernel.h"
 #include "support/delta_rule_cuda_runner.h"
 #include "support/pool_access.h"
 #include "support/random_plan.h"
@@ -152,7 +153,22 @@ TEST_P(DeltaCuda, CommittedRowIsBitEqualToItsTokens) {
   }
 }
 
-// C04: with an f32 checkpoint, what flushes store is plain decoding's state, bit for bit.
+using cuda::force_step_kernel, cuda::StepKernel;
+
+/// Steps take one kernel or the other by the throw of a coin.
+class AnyKernel {
+ public:
+  ~AnyKernel() { force_step_kernel(StepKernel::kAuto); }
+  void throw_coin() {
+    force_step_kernel(rng_.chance(0.5) ? StepKernel::kStreamed : StepKernel::kDirect);
+  }
+
+ private:
+  Rng rng_{17};
+};
+
+// C04: with an f32 checkpoint, what flushes store is plain decoding's state, bit for bit, whichever
+// of its kernels a step takes.
 TEST_P(DeltaCuda, FlushIsBitEqualToPlainDecoding) {
   for (const DType activation : {DType::kF32, DType::kBF16}) {
     for (const ReplayLimits limits : {ReplayLimits{16, 4}, {16, 1}, {5, 3}, {64, 16}, {8, 8}}) {
@@ -164,6 +180,7 @@ TEST_P(DeltaCuda, FlushIsBitEqualToPlainDecoding) {
       ASSERT_TRUE(is_ok(pool.reset(kCuda, 0)));
       ASSERT_TRUE(is_ok(pool.reset(kCuda, 1)));
       Rng rng(5);
+      AnyKernel kernel;
       std::int64_t position = 0;
       int flushes = 0;
       for (int i = 0; i < 60 + 3 * limits.window / limits.draft_capacity; ++i) {
@@ -173,10 +190,12 @@ TEST_P(DeltaCuda, FlushIsBitEqualToPlainDecoding) {
         const Cursor before = pool.cursor(0).value();
         const std::int64_t count = rng.between(1, limits.draft_capacity);
         const std::int64_t accepted = rng.chance(0.5) ? count : rng.between(0, count);
+        kernel.throw_coin();
         runner.step({tentative(0, names(1, position, count), accepted)});
         if (tentative_row_flushes(before, limits)) {
           ++flushes;
           const std::int64_t done = pool.cursor(1).value().position;
+          kernel.throw_coin();
           runner.step({committed(1, names(1, done, before.position - done))});
           for (int layer = 0; layer < c.layers; ++layer) {
             ASSERT_TRUE(

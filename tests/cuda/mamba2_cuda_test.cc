@@ -161,6 +161,11 @@ TEST_F(Mamba2Cuda, CommittedRowIsBitEqualToItsTokens) {
   }
 }
 
+/// One kernel or the other by the throw of a coin.
+Mamba2Tuning any_kernel(Harness& h) {
+  return {.kernel = h.uniform(0, 1) == 0 ? StepKernel::kStreamed : StepKernel::kDirect};
+}
+
 TEST_F(Mamba2Cuda, FlushIsBitEqualToPlainDecoding) {
   for (const DType activation : {DType::kF32, DType::kBF16}) {
     for (const ReplayLimits limit : {limits_of(16, 4), limits_of(16, 1), limits_of(5, 3)}) {
@@ -175,7 +180,7 @@ TEST_F(Mamba2Cuda, FlushIsBitEqualToPlainDecoding) {
       for (int i = 0; i < 300; ++i) {
         const bool flushes_now = tentative_row_flushes(h.cursors[0], c.limits);
         const std::vector<Mamba2Token> tokens = h.tokens(h.uniform(1, limit.draft_capacity));
-        h.step({{RowKind::kTentative, 0, tokens}}, {}, i % 37 == 0);
+        h.step({{RowKind::kTentative, 0, tokens}}, any_kernel(h), i % 37 == 0);
         if (HasFatalFailure()) return;
         if (flushes_now) {
           ++flushes;
@@ -189,8 +194,8 @@ TEST_F(Mamba2Cuda, FlushIsBitEqualToPlainDecoding) {
             const auto n = static_cast<std::size_t>(
                 h.uniform(1, static_cast<std::int64_t>(waiting.size() - done)));
             const auto first = waiting.begin() + static_cast<std::ptrdiff_t>(done);
-            h.step({{RowKind::kCommitted, 1, {first, first + static_cast<std::ptrdiff_t>(n)}}}, {},
-                   false);
+            h.step({{RowKind::kCommitted, 1, {first, first + static_cast<std::ptrdiff_t>(n)}}},
+                   any_kernel(h), false);
             if (HasFatalFailure()) return;
             h.commit({static_cast<std::int64_t>(n)});
             if (HasFatalFailure()) return;
@@ -229,7 +234,7 @@ TEST_F(Mamba2Cuda, EveryConfigurationGivesTheSameBits) {
       DeviceBytes* buffers[] = {&h.state, &h.ring_x, &h.ring_b, &h.ring_dt};
       std::vector<unsigned char> before[4];
       for (int i = 0; i < 4; ++i) before[i] = buffers[i]->download();
-      h.step(rows);
+      h.step(rows, {.kernel = StepKernel::kStreamed});
       if (HasFatalFailure()) return;
       const std::vector<unsigned char> want_y = h.y.download();
       std::vector<unsigned char> want[4];
@@ -239,7 +244,8 @@ TEST_F(Mamba2Cuda, EveryConfigurationGivesTheSameBits) {
           for (const int tiles : {1, 3, 4, 16, 1000}) {
             for (int i = 0; i < 4; ++i) buffers[i]->upload(before[i].data(), before[i].size());
             h.y.fill(0xff);
-            const Status status = h.launch({.warps = warps,
+            const Status status = h.launch({.kernel = StepKernel::kStreamed,
+                                            .warps = warps,
                                             .stages = stages,
                                             .tiles_per_run = tiles,
                                             .fold_tiles_per_run = tiles % 4 == 0 ? 3 : 0});

@@ -10,6 +10,20 @@
 namespace replayssm::cuda {
 namespace {
 
+/// Hands out a block's shared memory piece by piece.
+class SharedLayout {
+ public:
+  std::int32_t take(std::int64_t bytes) {
+    const std::int64_t begin = at_;
+    at_ = round_up_to(at_ + bytes, 16);
+    return static_cast<std::int32_t>(begin);
+  }
+  std::int32_t bytes() const { return static_cast<std::int32_t>(round_up_to(at_, 128)); }
+
+ private:
+  std::int64_t at_ = 0;
+};
+
 DeltaRuleShared plan_shared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch& launch) {
   const DeltaRuleVariant variant = delta_rule_variant(p);
   const std::int64_t columns = 8 * delta_rule_column_blocks(variant);  // of products
@@ -20,12 +34,7 @@ DeltaRuleShared plan_shared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch&
   const std::int64_t raw = launch.act_pitch * act_bytes;
   const std::int64_t vector = 4 * launch.vector_pitch;
   DeltaRuleShared plan;
-  std::int64_t at = 0;
-  const auto take = [&](std::int64_t bytes) {
-    const std::int64_t begin = at;
-    at = round_up_to(at + bytes, 16);
-    return static_cast<std::int32_t>(begin);
-  };
+  SharedLayout layout;
   // A stage: a tile of the state, or what a replaying row reads of the copy.
   const std::int64_t tile =
       kDeltaRuleTileRows * p.shape.key_dim * static_cast<std::int64_t>(size_of(p.checkpoint));
@@ -36,30 +45,106 @@ DeltaRuleShared plan_shared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch&
       static_cast<std::int32_t>(launch.copy_tiles * kDeltaRuleTileRows + 16 / act_bytes);
   plan.stage_bytes = static_cast<std::int32_t>(
       round_up_to(plan.values + window * plan.value_pitch * act_bytes, 128));
-  take(std::int64_t{launch.warps} * plan.stage_bytes);
-  plan.raw_tokens = take(2 * chunk * raw);
-  plan.raw_keys = take(window * p.shape.key_dim * act_bytes);
-  plan.vectors = take(2 * chunk * vector);
-  plan.keys = take(window * vector);
+  layout.take(std::int64_t{launch.warps} * plan.stage_bytes);
+  plan.raw_tokens = layout.take(2 * chunk * raw);
+  plan.raw_keys = layout.take(window * p.shape.key_dim * act_bytes);
+  plan.vectors = layout.take(2 * chunk * vector);
+  plan.keys = layout.take(window * vector);
   if (p.shape.channel_decay) {
-    plan.raw_gates = take(chunk * vector);
-    plan.decays = take(4 * entries * p.shape.key_dim);
-    plan.total = take(vector);
+    plan.raw_gates = layout.take(chunk * vector);
+    plan.decays = layout.take(4 * entries * p.shape.key_dim);
+    plan.total = layout.take(vector);
   }
-  plan.key_scale = take(4 * window);
-  plan.scale = take(4 * columns);
+  plan.key_scale = layout.take(4 * window);
+  plan.scale = layout.take(4 * columns);
   // Groups of eight entries, those of the row's own tokens apart.
   plan.score_stride = static_cast<std::int32_t>(round_up_to(window, 8) + round_up_to(chunk, 8) + 4);
-  plan.scores = take(4 * columns * plan.score_stride);
+  plan.scores = layout.take(4 * columns * plan.score_stride);
   plan.betas = static_cast<std::int32_t>(4 * entries);
   plan.weights = static_cast<std::int32_t>(round_up_to(2 * plan.betas, 16));
   plan.weight_stride = static_cast<std::int32_t>(round_up_to(window, 16) + 4);
   plan.head_bytes = static_cast<std::int32_t>(
       round_up_to(plan.weights + 4 * columns * (plan.weight_stride + chunk + 1), 16));
-  plan.head = take(std::int64_t{launch.warps} * plan.head_bytes);
-  plan.barriers = take(8 * (launch.warps + 1));
-  plan.bytes = static_cast<std::int32_t>(round_up_to(at, 128));
+  plan.head = layout.take(std::int64_t{launch.warps} * plan.head_bytes);
+  plan.barriers = layout.take(8 * (launch.warps + 1));
+  plan.bytes = layout.bytes();
   return plan;
+}
+
+/// Of the direct kernel: what it prepares of plan_shared's, chunks of T tokens.
+DeltaRuleShared plan_direct_shared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch& launch) {
+  const std::int64_t chunk = p.limits.draft_capacity;
+  const std::int64_t window = p.limits.window;
+  const std::int64_t entries = window + chunk;
+  const auto act_bytes = static_cast<std::int64_t>(size_of(p.activation));
+  const std::int64_t vector = 4 * launch.vector_pitch;
+  DeltaRuleShared plan;
+  SharedLayout layout;
+  plan.stage_bytes =
+      static_cast<std::int32_t>(round_up_to(entries * kDeltaRuleDirectRows * act_bytes, 16));
+  layout.take(std::int64_t{launch.warps} * plan.stage_bytes);
+  plan.raw_tokens = layout.take(2 * chunk * launch.act_pitch * act_bytes);
+  plan.raw_keys = layout.take(window * p.shape.key_dim * act_bytes);
+  plan.vectors = layout.take(2 * chunk * vector);
+  plan.keys = layout.take(window * vector);
+  if (p.shape.channel_decay) {
+    plan.raw_gates = layout.take(chunk * vector);
+    plan.decays = layout.take(4 * entries * p.shape.key_dim);
+  }
+  plan.key_scale = layout.take(4 * window);
+  plan.scale = layout.take(4 * 2 * chunk);
+  plan.betas = static_cast<std::int32_t>(4 * entries);
+  plan.head_bytes = static_cast<std::int32_t>(round_up_to(2 * plan.betas, 16));
+  plan.head = layout.take(plan.head_bytes);
+  plan.bytes = layout.bytes();
+  return plan;
+}
+
+/// The heads of a step, cut into tiles of `tile_rows` rows and runs of `tiles` of them.
+DeltaRuleLaunch cut_heads(const DeltaRuleCudaParams& p, int tile_rows, int tiles, int warps) {
+  DeltaRuleLaunch launch;
+  launch.tiles_per_head = static_cast<std::int32_t>(p.shape.value_dim / tile_rows);
+  launch.heads_per_key = static_cast<std::int32_t>(p.shape.heads_per_key());
+  launch.decays = static_cast<std::int32_t>(p.shape.decays());
+  const auto key_dim = static_cast<int>(p.shape.key_dim);
+  launch.act_pitch = delta_rule_vector_pitch(key_dim, static_cast<int>(size_of(p.activation)));
+  launch.vector_pitch = delta_rule_vector_pitch(key_dim, 4);
+  launch.tiles = std::min(tiles, launch.tiles_per_head);
+  launch.runs_per_head = (launch.tiles_per_head + launch.tiles - 1) / launch.tiles;
+  launch.head_of_run = reciprocal_of(launch.runs_per_head);
+  launch.runs_per_key = launch.runs_per_head * launch.heads_per_key;
+  launch.warps = std::min(warps, launch.runs_per_key);
+  return launch;
+}
+
+void count_blocks(const DeltaRuleCudaParams& p, DeltaRuleCudaConfig& config) {
+  const DeltaRuleLaunch& launch = config.launch;
+  config.blocks_per_key = (launch.runs_per_key + launch.warps - 1) / launch.warps;
+  config.blocks = p.row_count * p.shape.key_heads * config.blocks_per_key;
+}
+
+bool has_direct_kernel(const DeltaRuleCudaParams& p) {
+  return delta_rule_variant(p) != DeltaRuleVariant::kAny && p.copy.format == ReadCopyFormat::kNone;
+}
+
+DeltaRuleCudaConfig direct_config(const DeltaRuleCudaParams& p, const CudaDeviceInfo& device,
+                                  const DeltaRuleTuning& tuning) {
+  constexpr int kWarps = 4;
+  DeltaRuleCudaConfig config;
+  config.variant = DeltaRuleVariant::kDirect;
+  config.reason = kDirectReason;
+  // A block has rows of one head, so that its warps share the head's gates.
+  const int warps = warps_that_divide(p.shape.value_dim / kDeltaRuleDirectRows,
+                                      tuning.warps != 0 ? tuning.warps : kWarps);
+  config.launch = cut_heads(p, kDeltaRuleDirectRows, 1, warps);
+  count_blocks(p, config);
+  config.launch.shared = plan_direct_shared(p, config.launch);
+  config.blocks_per_multiprocessor =
+      blocks_that_fit(device, config.launch.shared.bytes, config.launch.warps,
+                      kDeltaRuleResidentBlocks * kDeltaRuleMaxWarps);
+  config.shared_limit = static_cast<std::int32_t>(device.shared_per_block);
+  config.overlaps = overlaps_launches(device, config.blocks, config.blocks_per_multiprocessor);
+  return config;
 }
 
 }  // namespace
@@ -78,6 +163,7 @@ DeltaRuleVariant delta_rule_variant(const DeltaRuleCudaParams& p) {
 
 std::string DeltaRuleCudaConfig::to_string() const {
   std::ostringstream out;
+  if (variant == DeltaRuleVariant::kDirect) out << "direct, ";
   out << launch.warps << " warps x " << launch.tiles << (launch.tiles == 1 ? " tile, " : " tiles, ")
       << blocks << " blocks, " << launch.shared.bytes << " B shared, " << blocks_per_multiprocessor
       << " per SM: " << reason;
@@ -90,6 +176,17 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
   if (p.shape.key_heads > kMostInGrid) {
     return unsupported(p.shape.key_heads, " key heads; a launch allows ", kMostInGrid);
   }
+  if (has_direct_kernel(p)) {
+    const std::int64_t most_rows = p.shape.channel_decay ? 256 : 192;  // measured on an H200
+    RSSM_ASSIGN_OR_RETURN(
+        const bool is_direct,
+        takes_direct_kernel(tuning.kernel, p.shape.value_heads * p.shape.value_dim * p.row_count,
+                            most_rows, device));
+    if (is_direct) {
+      const DeltaRuleCudaConfig direct = direct_config(p, device, tuning);
+      if (direct.blocks_per_multiprocessor > 0) return direct;
+    }
+  }
   struct Candidate {
     int warps, tiles;
     const char* reason;
@@ -98,48 +195,40 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
   // for them, where there are warps enough for every multiprocessor all the same.
   static constexpr Candidate kCandidates[] = {
       {8, 4, "long runs: what a head needs is prepared once for four tiles"},
+      {4, 8, "long runs of drafts, which leave no room for two blocks of eight warps"},
       {4, 4, "long runs of two-byte tiles: small blocks load while others compute"},
       {4, 2, "runs of two tiles, four warps to what they share"},
-      {8, 1, "a tile per warp: the state is asked for before its keys are prepared"},
-      {4, 1, "long windows leave room for four warps"},
+      {8, 1, "a tile per warp, eight warps to the decays of channels"},
+      {4, 1, "a tile per warp, four warps to what they share"},
       {2, 1, "long windows leave room for two warps"},
       {1, 1, "long windows leave room for one warp"},
   };
   constexpr int kCopyTiles = 4;
   constexpr int kResident = kDeltaRuleResidentBlocks * kDeltaRuleMaxWarps;
-  const auto tiles_per_head = static_cast<int>(p.shape.value_dim / kDeltaRuleTileRows);
   const bool asked = tuning.warps != 0 || tuning.tiles != 0;
   std::int32_t least_bytes = std::numeric_limits<std::int32_t>::max();
   for (const Candidate& candidate : kCandidates) {
     DeltaRuleCudaConfig config;
+    config.variant = delta_rule_variant(p);
     DeltaRuleLaunch& launch = config.launch;
-    launch.tiles_per_head = tiles_per_head;
-    launch.heads_per_key = static_cast<std::int32_t>(p.shape.heads_per_key());
-    launch.decays = static_cast<std::int32_t>(p.shape.decays());
-    const auto key_dim = static_cast<int>(p.shape.key_dim);
-    launch.act_pitch = delta_rule_vector_pitch(key_dim, static_cast<int>(size_of(p.activation)));
-    launch.vector_pitch = delta_rule_vector_pitch(key_dim, 4);
-    launch.tiles = std::min(tuning.tiles != 0 ? tuning.tiles : candidate.tiles, tiles_per_head);
-    launch.runs_per_head = (tiles_per_head + launch.tiles - 1) / launch.tiles;
-    launch.head_of_run = static_cast<std::uint32_t>(
-        ((std::int64_t{1} << 31) + launch.runs_per_head - 1) / launch.runs_per_head);
-    launch.runs_per_key = launch.runs_per_head * launch.heads_per_key;
-    launch.warps =
-        std::min(tuning.warps != 0 ? tuning.warps : candidate.warps, launch.runs_per_key);
+    launch = cut_heads(p, kDeltaRuleTileRows, tuning.tiles != 0 ? tuning.tiles : candidate.tiles,
+                       tuning.warps != 0 ? tuning.warps : candidate.warps);
     if (p.copy.format != ReadCopyFormat::kNone) {
       // A power of two: lanes are cut by it.
       launch.copy_tiles = static_cast<std::int32_t>(
           std::bit_floor(static_cast<unsigned>(std::min(kCopyTiles, launch.tiles))));
     }
-    config.blocks_per_key = (launch.runs_per_key + launch.warps - 1) / launch.warps;
-    config.blocks = p.row_count * p.shape.key_heads * config.blocks_per_key;
+    count_blocks(p, config);
     if (!asked && candidate.tiles > 1) {
-      if (candidate.warps > 4 && size_of(p.checkpoint) == 2) continue;
+      const bool draft = config.variant == DeltaRuleVariant::kDraft;
+      if (candidate.warps > 4 && (draft || size_of(p.checkpoint) == 2)) continue;
+      if (candidate.tiles > 4 && !draft) continue;
       // Every channel's decay is prepared per head: a block with few warps takes too long over it.
       if (candidate.tiles > 2 && p.shape.channel_decay) continue;
       const std::int64_t warps = config.blocks * launch.warps;
-      if (warps < std::int64_t{4} * kResident * device.multiprocessors) continue;
+      if (warps < std::int64_t{3} * kResident * device.multiprocessors) continue;
     }
+    if (!asked && candidate.tiles == 1 && candidate.warps == 8 && !p.shape.channel_decay) continue;
     launch.shared = plan_shared(p, launch);
     least_bytes = std::min(least_bytes, launch.shared.bytes);
     config.blocks_per_multiprocessor =
@@ -147,6 +236,7 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
     if (config.blocks_per_multiprocessor == 0) continue;
     config.reason = asked ? "as asked" : candidate.reason;
     config.shared_limit = static_cast<std::int32_t>(device.shared_per_block);
+    config.overlaps = overlaps_launches(device, config.blocks, config.blocks_per_multiprocessor);
     return config;
   }
   return unsupported("a block needs ", least_bytes, " bytes of shared memory for window ",

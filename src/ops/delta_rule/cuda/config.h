@@ -11,6 +11,7 @@
 #include <string>
 
 #include "cuda/query.h"
+#include "cuda/step_kernel.h"
 #include "ops/delta_rule/cuda/params.h"
 #include "replayssm/status.h"
 
@@ -20,6 +21,7 @@ inline constexpr int kDeltaRuleMaxWarps = 8;
 /// Blocks of as many for which the kernels leave registers on a multiprocessor.
 inline constexpr int kDeltaRuleResidentBlocks = 2;
 inline constexpr int kDeltaRuleTileRows = 16;
+inline constexpr int kDeltaRuleDirectRows = 8;  // of a warp of the direct kernel
 
 /// The kernels there are for a pair of types and a kind of decay.
 enum class DeltaRuleVariant {
@@ -27,7 +29,9 @@ enum class DeltaRuleVariant {
   kSmall,   // key_dim 128, draft capacity up to 4
   kDraft,   // key_dim 128, draft capacity up to 8
   kAny,     // key_dim a multiple of 16 up to 256, draft capacity up to 16
+  kDirect,  // what the first three serve, in steps of few rows without read copies (direct.cuh)
 };
+/// The kernel of a step of many rows.
 DeltaRuleVariant delta_rule_variant(const DeltaRuleCudaParams& params);
 constexpr int delta_rule_key_dim(DeltaRuleVariant variant) {
   return variant == DeltaRuleVariant::kAny ? 256 : 128;
@@ -83,7 +87,7 @@ struct DeltaRuleLaunch {
   std::int32_t tiles = 1;       // of a run
   std::int32_t copy_tiles = 1;  // of a read copy that a stage holds, a power of two
   std::int32_t runs_per_head = 1;
-  std::uint32_t head_of_run = 0;  // 2^31 / runs_per_head, rounded up: divides by multiplying
+  std::uint32_t head_of_run = 0;  // divides by the runs of a head (cuda/block_shape.h)
   std::int32_t runs_per_key = 1;  // of all value heads of a key head
   std::int32_t tiles_per_head = 8;
   std::int32_t heads_per_key = 1;
@@ -94,17 +98,20 @@ struct DeltaRuleLaunch {
 
 /// Overrides; 0 leaves a choice to choose_delta_rule_config.
 struct DeltaRuleTuning {
+  StepKernel kernel = StepKernel::kAuto;
   int warps = 0;
   int tiles = 0;
 };
 
 struct DeltaRuleCudaConfig {
+  DeltaRuleVariant variant = DeltaRuleVariant::kAny;
   DeltaRuleLaunch launch;
   // The grid: blocks of a key head's runs, key heads, rows.
   std::int32_t blocks_per_key = 0;
   std::int64_t blocks = 0;
   int blocks_per_multiprocessor = 0;  // that fit
   std::int32_t shared_limit = 0;      // bytes a block may have on the device
+  bool overlaps = false;              // with the end of the kernel before it
   std::string reason;
 
   /// "8 warps x 4 tiles, 4096 blocks, 98432 B shared, 2 per SM: <reason>".

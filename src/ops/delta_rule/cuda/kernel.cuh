@@ -26,6 +26,8 @@
 #include "cuda/language.cuh"
 #include "cuda/ptx/async_copy.cuh"
 #include "cuda/read_copy.cuh"
+#include "cuda/step_launch.cuh"
+#include "ops/delta_rule/cuda/direct.cuh"
 #include "ops/delta_rule/cuda/kernels.h"
 #include "ops/delta_rule/cuda/preparation.cuh"
 #include "ops/delta_rule/cuda/products.cuh"
@@ -45,9 +47,11 @@ class DeltaRuleStepKernel
   using Preparation = DeltaRulePreparation<State, Act, kChannelDecay, kVariant>;
   using Preparation::act_pitch, Preparation::append_keys, Preparation::betas;
   using Preparation::block_threads, Preparation::channel_decay, Preparation::decay_channels;
-  using Preparation::decays, Preparation::kActPerChunk, Preparation::kBlocks, Preparation::key;
+  using Preparation::decays, Preparation::folded_records, Preparation::kActPerChunk,
+      Preparation::kBlocks, Preparation::key;
   using Preparation::init_records_barrier, Preparation::key_dim, Preparation::kKeyDim,
       Preparation::kMasked, Preparation::kMaxTokens;
+  using Preparation::load_own_channel, Preparation::load_token_gates;
   using Preparation::load_records, Preparation::load_tokens, Preparation::own_weights;
   using Preparation::prepare_channel, Preparation::prepare_fold, Preparation::prepare_scores;
   using Preparation::prepare_token_gates, Preparation::prepare_weights, Preparation::raw_token;
@@ -55,6 +59,7 @@ class DeltaRuleStepKernel
   using Preparation::state_weights, Preparation::token_channel_decay, Preparation::total;
   using Preparation::vector, Preparation::vector_pitch, Preparation::wait_for_records;
   using Preparation::weights;
+  using typename Preparation::GateParameters;
 
   using Row = DeltaRuleRow<State, Act>;
   using Row::first_row, Row::folds_values, Row::head, Row::is_first_of_key, Row::isolate;
@@ -64,7 +69,8 @@ class DeltaRuleStepKernel
   using Row::zero_outputs;
 
   using Recurrence = DeltaRuleRecurrence<State, kKeyDim, kMasked, kChannelDecay>;
-  using Recurrence::advance, Recurrence::kColumns, Recurrence::kPassRows;
+  using Recurrence::advance, Recurrence::fold, Recurrence::kColumns, Recurrence::kDecays;
+  using Recurrence::kPassRows, Recurrence::load_decays;
   using Recurrence::kRowLanes, Recurrence::load_vector, Recurrence::multiply;
   using Recurrence::read_tile, Recurrence::result_row, Recurrence::round_tile;
   using typename Recurrence::Tile;
@@ -81,7 +87,6 @@ class DeltaRuleStepKernel
   static constexpr bool kHasCopy = kCopy != ReadCopyFormat::kNone;
   using Copy = ReadCopyTiles<kCopy>;
 
-  static constexpr int kDecays = kChannelDecay ? kColumns : 1;
   static constexpr int kRecordChunks = kDeltaRuleTileRows / kActPerChunk;  // of 16 bytes
 
   // One token on an fp32 state is multiplied without tensor cores.
@@ -317,13 +322,14 @@ class DeltaRuleStepKernel
     load_tokens(0, own);
     load_records();
     Values values = load_values(0);
-    prepare_token_gates(0, own, true);
+    const GateParameters own_channel = load_own_channel();
+    prepare_token_gates(load_token_gates(0, own), 0, own, true);
     ptx::copy_async_wait_all();
     __syncthreads();
     wait_for_records();
     scale_tokens(own, false);
     if constexpr (kChannelDecay) {
-      decay_channels(records, is_first_of_key());
+      decay_channels(records, own_channel, is_first_of_key());
       __syncthreads();
     }
     if constexpr (kFlush) prepare_fold();
@@ -518,39 +524,6 @@ class DeltaRuleStepKernel
 
   // ---- Folds and committed rows ----
 
-  __device__ __forceinline__ void load_decays(const float* from, float (&out)[kDecays]) const {
-    if constexpr (kChannelDecay) {
-      load_vector(from, out);
-    } else {
-      out[0] = *from;
-    }
-  }
-
-  /// Through kPassRows rows; `values`: the records' v, or their deltas, for them.
-  __device__ __forceinline__ void fold_records(const Act* values, Tile& tile) const {
-    const int pitch = launch.shared.value_pitch;
-    if (p.fast_flush) {
-      float alpha[kDecays];
-      load_decays(kChannelDecay ? channel_decay(0) : betas(), alpha);
-      this->decay_tile(alpha, tile);
-#pragma unroll 1
-      for (int i = 0; i < live; ++i) {
-        float k[kColumns];
-        load_vector(key(i), k);
-        this->add_delta(values + i * pitch, kChannelDecay ? 1.0f : decays()[i], k, tile);
-      }
-      return;
-    }
-    const Act* v = values + result_row();
-#pragma unroll 1
-    for (int i = 0; i < live; ++i) {
-      float k[kColumns], alpha[kDecays];
-      load_vector(key(i), k);
-      load_decays(kChannelDecay ? channel_decay(i) : decays() + i, alpha);
-      advance(tile, k, alpha, betas()[i], widen(v[i * pitch]));
-    }
-  }
-
   /// Folds the live records into a tile, in memory and in its stage.
   __device__ __forceinline__ void fold_tile(int tile) const {
     State* to = state() + tile * kDeltaRuleTileRows * key_dim();
@@ -559,7 +532,7 @@ class DeltaRuleStepKernel
       State* staged = staged_state() + row * key_dim();
       Tile rows;
       read_tile(staged, zero, rows);
-      fold_records(staged_values() + row, rows);
+      fold(folded_records(staged_values() + row, launch.shared.value_pitch), rows);
       this->template write_tile<true>(rows, to + row * key_dim(), staged);
     }
     __syncwarp();
@@ -579,12 +552,13 @@ class DeltaRuleStepKernel
     load_tokens(0, chunk_length(0));
     load_records();
     float v = first_value(0, 0);
-    prepare_token_gates(0, chunk_length(0), false);
+    const GateParameters own_channel = load_own_channel();
+    prepare_token_gates(load_token_gates(0, chunk_length(0)), 0, chunk_length(0), false);
     ptx::copy_async_wait_all();
     __syncthreads();
     wait_for_records();
     prepare_fold();
-    prepare_chunk(0);
+    prepare_chunk(0, own_channel);
     __syncthreads();
     std::uint32_t parity = 0;
     // Warps stay together, because they prepare chunks of tokens together.
@@ -608,13 +582,14 @@ class DeltaRuleStepKernel
   }
 
   /// What the loaded tokens first.. have in common for all tiles.
-  __device__ __forceinline__ void prepare_chunk(std::int64_t first) const {
+  __device__ __forceinline__ void prepare_chunk(std::int64_t first,
+                                                const GateParameters& own_channel) const {
     const int count = chunk_length(first);
     scale_tokens(count, true);
     if constexpr (kChannelDecay) {
       for (int i = thread; i < count * kKeyDim; i += block_threads()) {
         const int n = i % kKeyDim;
-        if (!kMasked || n < key_dim()) prepare_channel(i / kKeyDim, n, false);
+        if (!kMasked || n < key_dim()) prepare_channel(i / kKeyDim, n, own_channel, false);
       }
     }
   }
@@ -630,7 +605,7 @@ class DeltaRuleStepKernel
     if (has_tile) {
       read_tile(staged, zero, rows);
       if (live > 0) {
-        fold_records(staged_values() + pass_row, rows);
+        fold(folded_records(staged_values() + pass_row, launch.shared.value_pitch), rows);
         round_tile(rows);
       }
     }
@@ -641,10 +616,11 @@ class DeltaRuleStepKernel
       if (first > 0 || again) {
         __syncthreads();  // the chunk before is done with
         load_tokens(first, count);
-        prepare_token_gates(first, count, false);
+        const GateParameters own_channel = load_own_channel();
+        prepare_token_gates(load_token_gates(first, count), first, count, false);
         ptx::copy_async_wait_all();
         __syncthreads();
-        prepare_chunk(first);
+        prepare_chunk(first, own_channel);
         __syncthreads();
       }
       if (!has_tile) continue;
@@ -674,6 +650,7 @@ template <typename State, typename Act, bool kChannelDecay, DeltaRuleVariant kVa
 __global__ void __launch_bounds__(kDeltaRuleMaxWarps* kWarpLanes, kDeltaRuleResidentBlocks)
     delta_rule_step_kernel(const __grid_constant__ DeltaRuleCudaParams params,
                            const __grid_constant__ DeltaRuleLaunch launch) {
+  begin_step_kernel(params, launch);
   DeltaRuleStepKernel<State, Act, kChannelDecay, kVariant, kCopy>::run(params, launch,
                                                                        dynamic_shared());
 }
@@ -689,6 +666,7 @@ DeltaRuleKernelFunction delta_rule_kernel_with(DeltaRuleVariant variant) {
     }
     if (variant == kSmall) return delta_rule_step_kernel<State, Act, kChannelDecay, kSmall, kCopy>;
     if constexpr (kCopy == ReadCopyFormat::kNone) {
+      if (variant == kDirect) return delta_rule_direct_kernel<State, Act, kChannelDecay>;
       return delta_rule_step_kernel<State, Act, kChannelDecay, kDraft, kCopy>;
     }
   }

@@ -27,36 +27,34 @@ Status validate_geometry(const DeltaRuleCudaParams& p) {
 }
 
 template <typename State, typename Act>
-DeltaRuleKernelFunction find(const DeltaRuleCudaParams& p) {
-  const DeltaRuleVariant variant = delta_rule_variant(p);
+DeltaRuleKernelFunction find(const DeltaRuleCudaParams& p, DeltaRuleVariant variant) {
   return p.shape.channel_decay ? delta_rule_step_function<State, Act, true>(variant)
                                : delta_rule_step_function<State, Act, false>(variant);
 }
 
 template <typename State>
-DeltaRuleKernelFunction find_with_copy(const DeltaRuleCudaParams& p) {
-  const DeltaRuleVariant variant = delta_rule_variant(p);
+DeltaRuleKernelFunction find_with_copy(const DeltaRuleCudaParams& p, DeltaRuleVariant variant) {
   return p.shape.channel_decay
              ? delta_rule_copy_step_function<State, true>(p.copy.format, variant)
              : delta_rule_copy_step_function<State, false>(p.copy.format, variant);
 }
 
-DeltaRuleKernelFunction find_kernel(const DeltaRuleCudaParams& p) {
+DeltaRuleKernelFunction find_kernel(const DeltaRuleCudaParams& p, DeltaRuleVariant variant) {
   const bool bf16_act = p.activation == DType::kBF16;
   if (!bf16_act && p.activation != DType::kF32) return nullptr;
   if (p.copy.format != ReadCopyFormat::kNone) {
     if (!bf16_act || p.fast_flush) return nullptr;
-    if (p.checkpoint == DType::kF32) return find_with_copy<float>(p);
-    if (p.checkpoint == DType::kBF16) return find_with_copy<BF16>(p);
+    if (p.checkpoint == DType::kF32) return find_with_copy<float>(p, variant);
+    if (p.checkpoint == DType::kBF16) return find_with_copy<BF16>(p, variant);
     return nullptr;
   }
   switch (p.checkpoint) {
     case DType::kF32:
-      return bf16_act ? find<float, BF16>(p) : find<float, float>(p);
+      return bf16_act ? find<float, BF16>(p, variant) : find<float, float>(p, variant);
     case DType::kBF16:
-      return bf16_act ? find<BF16, BF16>(p) : find<BF16, float>(p);
+      return bf16_act ? find<BF16, BF16>(p, variant) : find<BF16, float>(p, variant);
     case DType::kF16:
-      return bf16_act ? find<F16, BF16>(p) : find<F16, float>(p);
+      return bf16_act ? find<F16, BF16>(p, variant) : find<F16, float>(p, variant);
     default:
       return nullptr;
   }
@@ -65,16 +63,16 @@ DeltaRuleKernelFunction find_kernel(const DeltaRuleCudaParams& p) {
 /// Launches what has been validated.
 Status launch_step(const DeltaRuleCudaParams& params, const DeltaRuleCudaConfig& config,
                    cudaStream_t stream) {
-  return launch_step_kernel("step of the delta rule", find_kernel(params), params, config,
-                            kDeltaRuleMaxWarps, config.blocks_per_key, params.shape.key_heads,
-                            stream);
+  return launch_step_kernel("step of the delta rule", find_kernel(params, config.variant), params,
+                            config, kDeltaRuleMaxWarps, config.blocks_per_key,
+                            params.shape.key_heads, stream);
 }
 
 }  // namespace
 
 Status check_delta_rule_support(const DeltaRuleCudaParams& p) {
   RSSM_RETURN_IF_ERROR(validate_geometry(p));
-  if (find_kernel(p) == nullptr) {
+  if (find_kernel(p, delta_rule_variant(p)) == nullptr) {
     return no_step_kernel(p.checkpoint, p.activation, p.copy.format);
   }
   return {};

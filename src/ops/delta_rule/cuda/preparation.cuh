@@ -7,12 +7,14 @@
 
 #include "cuda/ptx/async_copy.cuh"
 #include "cuda/ptx/mma.cuh"
+#include "ops/delta_rule/cuda/recurrence.cuh"
 #include "ops/delta_rule/cuda/row.cuh"
 
 namespace replayssm::cuda {
 
-template <typename State, typename Act, bool kChannelDecay, DeltaRuleVariant kVariant>
-class DeltaRulePreparation : protected DeltaRuleRow<State, Act> {
+template <typename State, typename Act, bool kChannelDecay, DeltaRuleVariant kVariant,
+          int kRows = kDeltaRuleTileRows>
+class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
  protected:
   static constexpr int kKeyDim = delta_rule_key_dim(kVariant);
   static constexpr bool kMasked = kVariant == DeltaRuleVariant::kAny;
@@ -21,16 +23,19 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act> {
   static constexpr int kActPerChunk = 16 / static_cast<int>(sizeof(Act));
   static constexpr int kActPitch = delta_rule_vector_pitch(kKeyDim, sizeof(Act));
   static constexpr int kVectorPitch = delta_rule_vector_pitch(kKeyDim, 4);
+  static constexpr bool kOneHead = kVariant == DeltaRuleVariant::kDirect;  // of a block's warps
   static constexpr int kUnroll = kMasked ? 1 : 8;  // the general kernel is large enough
   // Elements of a vector that a lane holds while a warp prepares it.
   static constexpr int kPerLane = kKeyDim / kWarpLanes;
 
-  using Row = DeltaRuleRow<State, Act>;
-  using Row::beta, Row::folds_values, Row::is_first_of_head, Row::lane, Row::launch, Row::live;
-  using Row::first_place, Row::own, Row::p, Row::places, Row::raw_gate, Row::ring_beta,
-      Row::ring_decay, Row::ring_k;
+  using Row = DeltaRuleRow<State, Act, kRows>;
+  using Row::first_place, Row::own, Row::p, Row::places, Row::raw_beta, Row::raw_gate,
+      Row::ring_beta, Row::ring_decay, Row::ring_k;
+  using Row::folds_values, Row::gate_parameters, Row::is_first_of_head, Row::lane, Row::launch,
+      Row::live;
   using Row::ring_k_scale, Row::thread, Row::token_decay, Row::token_k;
   using Row::token_q, Row::warp;
+  using typename Row::GateParameters;
 
   __device__ __forceinline__ DeltaRulePreparation(const DeltaRuleCudaParams& params,
                                                   const DeltaRuleLaunch& shape,
@@ -88,16 +93,16 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act> {
   }
 
   // Of the warp's head.
-  /// Decays by entry, where a head has one.
-  __device__ __forceinline__ float* decays() const {
-    return at<float>(launch.shared.head + warp * launch.shared.head_bytes);
+  __device__ __forceinline__ std::int32_t head_at() const {
+    return launch.shared.head + (kOneHead ? 0 : warp * launch.shared.head_bytes);
   }
+  /// Decays by entry, where a head has one.
+  __device__ __forceinline__ float* decays() const { return at<float>(head_at()); }
   __device__ __forceinline__ float* betas() const {
-    return at<float>(launch.shared.head + warp * launch.shared.head_bytes + launch.shared.betas);
+    return at<float>(head_at() + launch.shared.betas);
   }
   __device__ __forceinline__ float* weights(int c) const {
-    return at<float>(launch.shared.head + warp * launch.shared.head_bytes + launch.shared.weights) +
-           c * launch.shared.weight_stride;
+    return at<float>(head_at() + launch.shared.weights) + c * launch.shared.weight_stride;
   }
   __device__ __forceinline__ float* own_weights(int c) const {
     return weights(8 * kBlocks) + c * kMaxTokens;
@@ -139,6 +144,12 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act> {
     }
   }
 
+  /// Whether the warp prepares what its head needs.
+  __device__ __forceinline__ bool prepares_head() const { return !kOneHead || warp == 0; }
+
+  /// Fewer instructions, but later by the time of a load or more: not where latency counts.
+  static __device__ __forceinline__ bool copies_bulk() { return ptx::kHasBulkCopy && !kOneHead; }
+
   /// Completes when the live records' keys (and decays of channels) are there.
   __device__ __forceinline__ std::uint64_t* records_barrier() const {
     return at<std::uint64_t>(launch.shared.barriers) + launch.warps;
@@ -148,12 +159,12 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act> {
   }
   /// After a barrier of the block.
   __device__ __forceinline__ void wait_for_records() const {
-    if (ptx::kHasBulkCopy && live > 0) ptx::mbarrier_wait(records_barrier(), 0);
+    if (copies_bulk() && live > 0) ptx::mbarrier_wait(records_barrier(), 0);
   }
 
   /// Keys and gates of the live records.
   __device__ __forceinline__ void load_records() const {
-    if (!ptx::kHasBulkCopy) {
+    if (!copies_bulk()) {
       copy_vectors(raw_key(0), key_dim(), live, sizeof(Act), [&](int i) { return ring_k(i); });
       if constexpr (kChannelDecay) {
         copy_vectors(channel_decay(0), key_dim(), live, 4, [&](int i) { return ring_decay(i); });
@@ -180,7 +191,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act> {
     for (int i = thread; i < live; i += block_threads()) {
       ptx::copy_async_4(key_scale() + i, ring_k_scale(i));
     }
-    for (int i = lane; i < live; i += kWarpLanes) {
+    for (int i = lane; i < live && prepares_head(); i += kWarpLanes) {
       if constexpr (!kChannelDecay) ptx::copy_async_4(decays() + i, ring_decay(i));
       if (folds_values()) ptx::copy_async_4(betas() + i, ring_beta(i));
     }
@@ -239,15 +250,17 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act> {
     }
   }
 
-  /// For folds: unit keys of the live records. Fast flushes add up deltas, so they take decays of
-  /// later records too: those of channels come with the keys, and the products of all records' take
-  /// the place of the first one's; those of heads take the place of the records', and the product
-  /// of all that of the first beta.
+  /// For folds: unit keys of the live records. Where deltas are added up, they take decays of later
+  /// records too: those of channels come with the keys, and the products of all records' take the
+  /// place of the first one's; those of heads take the place of the records', and the product of
+  /// all that of the first beta.
   __device__ __forceinline__ void prepare_fold() const {
     if (live == 0) return;
-    if (kChannelDecay && p.fast_flush) {
-      for (int n = thread; n < key_dim(); n += block_threads()) {
+    if (kChannelDecay && !folds_values()) {
+      // The last threads, where there are more than channels: the first ones have gates to prepare.
+      for (int n = block_threads() - 1 - thread; n < key_dim(); n += block_threads()) {
         float later = 1.0f;
+#pragma unroll 4
         for (int e = live - 1; e >= 0; --e) {
           key(e)[n] = __fmul_rn(__fmul_rn(key_scale()[e], widen(raw_key(e)[n])), later);
           later *= channel_decay(e)[n];
@@ -259,7 +272,8 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act> {
     for (int i = warp; i < live; i += launch.warps) {
       store_scaled(load_lane(raw_key(i)), key_scale()[i], key(i));
     }
-    if (!kChannelDecay && p.fast_flush) {
+    // Where a block has one head, not the warp that has its gates to prepare.
+    if (!kChannelDecay && !folds_values() && (!kOneHead || warp == min(1, launch.warps - 1))) {
       float later = 1.0f;
       for (int first = last_group(live); first >= 0; first -= kWarpLanes) {
         const float factor = later_decays(first, live, later);
@@ -268,6 +282,21 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act> {
       if (lane == 0) betas()[0] = later;
       __syncwarp();
     }
+  }
+
+  /// The records as prepare_fold leaves them; `values`: theirs for a pass.
+  __device__ __forceinline__ FoldedRecords<Act> folded_records(const Act* values,
+                                                               int value_pitch) const {
+    return {.count = live,
+            .exact = folds_values(),
+            .values = values,
+            .value_pitch = value_pitch,
+            .keys = key(0),
+            .key_pitch = vector_pitch(),
+            .decays = kChannelDecay ? channel_decay(0) : decays(),
+            .decay_pitch = kChannelDecay ? key_dim() : 1,
+            .total = kChannelDecay ? channel_decay(0) : betas(),
+            .betas = betas()};
   }
 
   /// The first of the last 32 of so many records; negative if there are none.
@@ -280,30 +309,55 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act> {
     return product_of_later(first + lane < records ? decays()[first + lane] : 1.0f, lane, later);
   }
 
+  /// Gates of tokens first.. as loaded, by lanes.
+  struct TokenGates {
+    GateParameters parameters;
+    float gate, beta;
+  };
+  __device__ __forceinline__ TokenGates load_token_gates(std::int64_t first, int count) const {
+    TokenGates out{};
+    if (lane >= count || !prepares_head()) return out;
+    out.beta = *raw_beta(first + lane);
+    if constexpr (!kChannelDecay) {
+      out.parameters = gate_parameters(0);
+      out.gate = *raw_gate(first + lane);
+    }
+    return out;
+  }
   /// Betas of tokens first.. for the warp's head, and decays where a head has one, as entries after
   /// the live records. `append` records them.
-  __device__ __forceinline__ void prepare_token_gates(std::int64_t first, int count,
-                                                      bool append) const {
+  __device__ __forceinline__ void prepare_token_gates(const TokenGates& loaded, std::int64_t first,
+                                                      int count, bool append) const {
+    static_assert(kMaxTokens <= kWarpLanes);
+    if (lane >= count || !prepares_head()) return;
     const bool records = append && is_first_of_head();
-    for (int t = lane; t < count; t += kWarpLanes) {
-      const int entry = live + static_cast<int>(first) + t;
-      const float b = beta(first + t);
-      betas()[live + t] = b;
-      if (records && !p.fast_flush) *ring_beta(entry) = b;
-      if constexpr (!kChannelDecay) {
-        const float factor = token_decay(*raw_gate(first + t), 0);
-        decays()[live + t] = factor;
-        if (records) *ring_decay(entry) = factor;
-      }
+    const int entry = live + static_cast<int>(first) + lane;
+    const float beta = delta_rule_beta(loaded.beta, p.beta_doubled);
+    betas()[live + lane] = beta;
+    if (records && !p.fast_flush) *ring_beta(entry) = beta;
+    if constexpr (!kChannelDecay) {
+      const float factor = token_decay(loaded.gate, loaded.parameters);
+      decays()[live + lane] = factor;
+      if (records) *ring_decay(entry) = factor;
     }
   }
 
+  /// Of the channel that is this thread's, where threads have one each for all tokens.
+  __device__ __forceinline__ bool has_own_channel() const {
+    return kChannelDecay && block_threads() % kKeyDim == 0;
+  }
+  __device__ __forceinline__ GateParameters load_own_channel() const {
+    const int n = thread % kKeyDim;
+    if (!has_own_channel() || (kMasked && n >= key_dim())) return {};
+    return gate_parameters(n);
+  }
   /// Decay of a channel for a loaded token; `append` records it.
-  __device__ __forceinline__ float prepare_channel(int t, int n, bool append) const {
+  __device__ __forceinline__ float prepare_channel(int t, int n, const GateParameters& own_channel,
+                                                   bool append) const {
     const auto index = t * vector_pitch() + n;
     const float raw = p.gate_is_f32 ? at<float>(launch.shared.raw_gates)[index]
                                     : widen(at<Act>(launch.shared.raw_gates)[index]);
-    const float factor = token_decay(raw, n);
+    const float factor = token_decay(raw, has_own_channel() ? own_channel : gate_parameters(n));
     if (append) ring_decay(live + t)[n] = factor;
     token_channel_decay(t)[n] = factor;
     return factor;
@@ -321,7 +375,8 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act> {
 
   /// With a decay per channel: keys of records times those of later records and the product of all
   /// of them (unless they are folded), and columns times the decays of the row's tokens so far.
-  __device__ __forceinline__ void decay_channels(int records, bool append) const {
+  __device__ __forceinline__ void decay_channels(int records, const GateParameters& own_channel,
+                                                 bool append) const {
     for (int i = thread; i < 2 * kKeyDim; i += block_threads()) {
       const int n = i % kKeyDim;
       if (kMasked && n >= key_dim()) continue;
@@ -336,7 +391,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act> {
         total()[n] = product;
       } else {
         for (int t = 0; t < own; ++t) {
-          product *= prepare_channel(t, n, append);
+          product *= prepare_channel(t, n, own_channel, append);
           vector(2 * t)[n] = widen(raw_token(2 * t)[n]) * product;
           vector(2 * t + 1)[n] = widen(raw_token(2 * t + 1)[n]) * product;
         }

@@ -12,8 +12,24 @@
 
 namespace replayssm::cuda {
 
-/// kKeyDim: columns a lane's registers allow for; with kMasked, key_dim may be less.
-template <typename State, int kKeyDim, bool kMasked, bool kChannelDecay>
+/// The live records as folds read them, prepared (preparation.cuh), from a pass's first row on.
+template <typename Act>
+struct FoldedRecords {
+  int count;
+  bool exact;         // the recurrence is re-run from v; else deltas are added up
+  const Act* values;  // (count, rows) v, or deltas
+  int value_pitch;
+  const float* keys;  // (count, key_dim), unit
+  int key_pitch;
+  const float* decays;  // (count), or (count, key_dim); of deltas: of later records, with the keys
+  int decay_pitch;      // where every channel has its own
+  const float* total;   // of deltas: decays of all records
+  const float* betas;   // (count)
+};
+
+/// kKeyDim: columns a lane's registers allow for; with kMasked, key_dim may be less. kRowSlots:
+/// rows of a lane; sums over a row have the same order whatever it is.
+template <typename State, int kKeyDim, bool kMasked, bool kChannelDecay, int kRowSlots = 4>
 class DeltaRuleRecurrence {
  protected:
   // kTeamLanes lanes share kSlots rows, each with kColumns columns of every one of them, in vectors
@@ -25,9 +41,11 @@ class DeltaRuleRecurrence {
   static constexpr int kVectors = kColumns / kVector;
   static constexpr int kTeamLanes = kKeyDim / kColumns;
   static constexpr int kTeams = kWarpLanes / kTeamLanes;
-  static constexpr int kSlots = 4;
+  static constexpr int kSlots = kRowSlots;
   static constexpr int kPassRows = kTeams * kSlots;
   static constexpr int kRowLanes = kTeamLanes / kSlots;  // lanes that end up with a row's sum
+  static constexpr int kDecays = kChannelDecay ? kColumns : 1;
+  static constexpr int kRecordsAtOnce = kSlots < 4 ? 2 : 1;  // whose deltas are added up
   static_assert(kDeltaRuleTileRows % kPassRows == 0 && kRowLanes >= 1);
 
   __device__ __forceinline__ DeltaRuleRecurrence(int lane_index, int key_dim)
@@ -55,22 +73,35 @@ class DeltaRuleRecurrence {
     return v * kVector * kTeamLanes + first_column_;
   }
 
-  __device__ __forceinline__ void read_tile(const State* staged, bool is_zero, Tile& tile) const {
+  /// The rows of a pass as loaded; zero in columns that there are not.
+  struct PackedTile {
+    Packed<State, kVector> vector[kSlots][kVectors];
+  };
+  __device__ __forceinline__ PackedTile load_tile(const State* from) const {
+    PackedTile out{};
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        if (is_zero || !has_column(v)) {
-#pragma unroll
-          for (int i = 0; i < kVector; ++i) tile.s[s][v * kVector + i] = 0.0f;
-        } else {
-          const auto packed =
-              load_packed<State, kVector>(staged + row_of(s) * key_dim_ + column(v));
-#pragma unroll
-          for (int i = 0; i < kVector; ++i) tile.s[s][v * kVector + i] = packed[i];
-        }
+        if (!has_column(v)) continue;
+        out.vector[s][v] = load_packed<State, kVector>(from + row_of(s) * key_dim_ + column(v));
       }
     }
+    return out;
+  }
+  static __device__ __forceinline__ void widen_tile(const PackedTile& from, Tile& tile) {
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) tile.s[s][v * kVector + i] = from.vector[s][v][i];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void read_tile(const State* from, bool is_zero, Tile& tile) const {
+    widen_tile(is_zero ? PackedTile{} : load_tile(from), tile);
   }
 
   /// Encodes the tile to global memory, past the caches, and/or back to its stage.
@@ -135,26 +166,86 @@ class DeltaRuleRecurrence {
     return total;
   }
 
-  /// S = alpha S, before deltas are added.
-  template <int kDecays>
-  static __device__ __forceinline__ void decay_tile(const float (&decay)[kDecays], Tile& tile) {
+  /// d = beta (v - S alpha k); S = alpha S + d k. `decay`: alpha of the lane's columns where every
+  /// channel has its own, else one. Returns d of result_row().
+  __device__ __forceinline__ float advance(Tile& tile, const float (&k)[kColumns],
+                                           const float (&decay)[kDecays], float beta,
+                                           float v) const {
+    float d;
+    if constexpr (kChannelDecay) {
+      float decayed[kColumns];
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) decayed[i] = __fmul_rn(decay[i], k[i]);
+      d = __fmul_rn(beta, __fsub_rn(v, multiply(tile, decayed)));
+    } else {
+      d = __fmul_rn(beta, __fmaf_rn(-decay[0], multiply(tile, k), v));
+    }
+    const int first = lane_ - lane_ % kTeamLanes;
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
+      const float row_d = __shfl_sync(kAllLanes, d, first + s * kRowLanes);
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
-        tile.s[s][i] = __fmul_rn(tile.s[s][i], decay[kChannelDecay ? i : 0]);
+        tile.s[s][i] =
+            __fmaf_rn(tile.s[s][i], decay[kChannelDecay ? i : 0], __fmul_rn(row_d, k[i]));
       }
     }
+    return d;
   }
-  /// S += weight d k, d by rows of the pass: what a fast flush does with a record.
+
+  /// Decays of the lane's columns where every channel has its own, else one.
+  __device__ __forceinline__ void load_decays(const float* from, float (&out)[kDecays]) const {
+    if constexpr (kChannelDecay) {
+      load_vector(from, out);
+    } else {
+      out[0] = *from;
+    }
+  }
+
+  /// Through the records in their order. Exactly: by the recurrence. Else S = alpha S + sum_e d_e
+  /// k_e, alpha of all records together, k_e (or d_e) times the decays of later ones.
   template <typename Act>
-  __device__ __forceinline__ void add_delta(const Act* d, float weight, const float (&k)[kColumns],
-                                            Tile& tile) const {
+  __device__ __forceinline__ void fold(const FoldedRecords<Act>& records, Tile& tile) const {
+    const float* k_at = records.keys;
+    const float* decay_at = records.decays;
+    float decay[kDecays];
+    if (!records.exact) {
+      load_decays(records.total, decay);
 #pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-      const float row_d = __fmul_rn(weight, widen(d[row_of(s)]));
+      for (int s = 0; s < kSlots; ++s) {
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) tile.s[s][i] = __fmaf_rn(row_d, k[i], tile.s[s][i]);
+        for (int i = 0; i < kColumns; ++i) {
+          tile.s[s][i] = __fmul_rn(tile.s[s][i], decay[kChannelDecay ? i : 0]);
+        }
+      }
+      const Act* d = records.values;
+#pragma unroll kRecordsAtOnce
+      for (int i = 0; i < records.count; ++i) {
+        float k[kColumns];
+        load_vector(k_at, k);
+        const float weight = kChannelDecay ? 1.0f : *decay_at;
+#pragma unroll
+        for (int s = 0; s < kSlots; ++s) {
+          const float row_d = __fmul_rn(weight, widen(d[row_of(s)]));
+#pragma unroll
+          for (int n = 0; n < kColumns; ++n) tile.s[s][n] = __fmaf_rn(row_d, k[n], tile.s[s][n]);
+        }
+        k_at += records.key_pitch;
+        decay_at += records.decay_pitch;
+        d += records.value_pitch;
+      }
+      return;
+    }
+    const Act* v = records.values + result_row();
+#pragma unroll 1
+    for (int i = 0; i < records.count; ++i) {
+      float k[kColumns];
+      load_vector(k_at, k);
+      load_decays(decay_at, decay);
+      advance(tile, k, decay, records.betas[i], widen(*v));
+      k_at += records.key_pitch;
+      decay_at += records.decay_pitch;
+      v += records.value_pitch;
     }
   }
 
@@ -187,33 +278,6 @@ class DeltaRuleRecurrence {
 #pragma unroll
       for (int mask = 2; mask > 0; mask /= 2) {
         sums[i] = __fadd_rn(sums[i], __shfl_xor_sync(kAllLanes, sums[i], mask));
-      }
-    }
-  }
-
-  /// d = beta (v - S alpha k); S = alpha S + d k. `decay`: alpha of the lane's columns where every
-  /// channel has its own, else one.
-  template <int kDecays>
-  __device__ __forceinline__ void advance(Tile& tile, const float (&k)[kColumns],
-                                          const float (&decay)[kDecays], float beta,
-                                          float v) const {
-    float d;
-    if constexpr (kChannelDecay) {
-      float decayed[kColumns];
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) decayed[i] = __fmul_rn(decay[i], k[i]);
-      d = __fmul_rn(beta, __fsub_rn(v, multiply(tile, decayed)));
-    } else {
-      d = __fmul_rn(beta, __fmaf_rn(-decay[0], multiply(tile, k), v));
-    }
-    const int team = lane_ - lane_ % kTeamLanes;
-#pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-      const float row_d = __shfl_sync(kAllLanes, d, team + s * kRowLanes);
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        tile.s[s][i] =
-            __fmaf_rn(tile.s[s][i], decay[kChannelDecay ? i : 0], __fmul_rn(row_d, k[i]));
       }
     }
   }

@@ -11,7 +11,8 @@
 
 namespace replayssm::cuda {
 
-template <typename State, typename Act>
+/// kRows: of a tile.
+template <typename State, typename Act, int kRows = kDeltaRuleTileRows>
 class DeltaRuleRow {
  protected:
   __device__ __forceinline__ DeltaRuleRow(const DeltaRuleCudaParams& params,
@@ -31,7 +32,7 @@ class DeltaRuleRow {
     const int first_tile = has_run ? (run - head_in_key * launch.runs_per_head) * launch.tiles : 0;
     head = key_head * launch.heads_per_key + head_in_key;
     tile_count = has_run ? min(launch.tiles, launch.tiles_per_head - first_tile) : 0;
-    first_row = first_tile * kDeltaRuleTileRows;
+    first_row = first_tile * kRows;
   }
 
   __device__ __forceinline__ void read_row() {
@@ -69,7 +70,7 @@ class DeltaRuleRow {
   }
 
   __device__ __forceinline__ void zero_outputs() const {
-    const int rows = tile_count * kDeltaRuleTileRows;
+    const int rows = tile_count * kRows;
     for (std::int64_t t = 0; t < token_count; ++t) {
       for (int row = lane; row < rows; row += kWarpLanes) output(t)[row] = narrow<Act>(0.0f);
     }
@@ -149,18 +150,22 @@ class DeltaRuleRow {
     return raw(p.gate, p.gate_is_f32,
                (token_begin + t) * p.gate_token_stride + head * p.gate_head_stride);
   }
-  /// Decay of a raw gate; `channel` 0 where a head has one.
-  __device__ __forceinline__ float token_decay(float raw_gate, int channel) const {
-    const float a_log = p.a_log == nullptr ? 0.0f : p.a_log[head];
-    const float bias = p.dt_bias == nullptr ? 0.0f : p.dt_bias[head * launch.decays + channel];
-    const float u = __fadd_rn(raw_gate, bias);
-    return exp_f32(p.bounded ? bounded_log_decay(a_log, u, p.lower_bound)
-                             : softplus_log_decay(a_log, u));
+  __device__ __forceinline__ Raw raw_beta(std::int64_t t) const {
+    return raw(p.beta, p.beta_is_f32, (token_begin + t) * p.beta_token_stride + head);
   }
-  __device__ __forceinline__ float beta(std::int64_t t) const {
-    return delta_rule_beta(
-        *raw(p.beta, p.beta_is_f32, (token_begin + t) * p.beta_token_stride + head),
-        p.beta_doubled);
+  /// The model's part of a gate.
+  struct GateParameters {
+    float a_log, bias;
+  };
+  /// `channel`: 0 where a head has one decay.
+  __device__ __forceinline__ GateParameters gate_parameters(int channel) const {
+    return {p.a_log == nullptr ? 0.0f : p.a_log[head],
+            p.dt_bias == nullptr ? 0.0f : p.dt_bias[head * launch.decays + channel]};
+  }
+  __device__ __forceinline__ float token_decay(float raw_gate, const GateParameters& of) const {
+    const float u = __fadd_rn(raw_gate, of.bias);
+    return exp_f32(p.bounded ? bounded_log_decay(of.a_log, u, p.lower_bound)
+                             : softplus_log_decay(of.a_log, u));
   }
 
   const DeltaRuleCudaParams& p;

@@ -57,7 +57,7 @@ struct PreferredRuns {
 PreferredRuns preferred_runs(const Mamba2CudaParams& p) {
   if (p.copy.format != ReadCopyFormat::kNone) return {16, 8};
   if (mamba2_variant(p) != Mamba2Variant::kOneToken) return {8, 8};
-  return {p.checkpoint == DType::kF32 ? 4 : 8, 16};
+  return {p.checkpoint == DType::kF32 ? 4 : 16, 16};
 }
 
 /// Cuts the step into runs: long enough to amortize what a run prepares, short enough that the last
@@ -103,6 +103,38 @@ void cut_runs(const Mamba2CudaParams& p, const CudaDeviceInfo& device, const Mam
   launch.runs_per_group = (launch.tiles_per_group + shorter - 1) / shorter;
 }
 
+bool has_direct_kernel(const Mamba2CudaParams& p) {
+  return mamba2_variant(p) != Mamba2Variant::kGeneral && p.copy.format == ReadCopyFormat::kNone;
+}
+
+/// A warp has a pass of rows of one head.
+Mamba2CudaConfig direct_config(const Mamba2CudaParams& p, const CudaDeviceInfo& device,
+                               const Mamba2Tuning& tuning) {
+  const std::int64_t rows = mamba2_pass_rows(static_cast<int>(p.state_size));
+  Mamba2CudaConfig config;
+  config.variant = Mamba2Variant::kDirect;
+  config.reason = kDirectReason;
+  Mamba2Launch& launch = config.launch;
+  launch.head_dim = static_cast<std::int32_t>(p.head_dim);
+  launch.heads_per_group = static_cast<std::int32_t>(p.heads / p.groups);
+  launch.runs_per_group = static_cast<std::int32_t>(launch.heads_per_group * (p.head_dim / rows));
+  launch.head_of_run = reciprocal_of(p.head_dim / rows);
+  launch.warps =
+      warps_that_divide(launch.runs_per_group, tuning.warps != 0 ? tuning.warps : kMamba2MaxWarps);
+  // B of the records; per warp their x and dt x for its rows.
+  const auto act_bytes = static_cast<std::int64_t>(size_of(p.activation));
+  launch.shared.bytes = aligned(
+      p.limits.window * (p.state_size * act_bytes + launch.warps * rows * (act_bytes + 4)), 128);
+  config.blocks_per_group = launch.runs_per_group / launch.warps;
+  config.blocks = config.blocks_per_group * p.groups * p.row_count;
+  config.blocks_per_multiprocessor =
+      blocks_that_fit(device, launch.shared.bytes, launch.warps,
+                      kMamba2MaxWarps * mamba2_resident_blocks(config.variant));
+  config.shared_limit = static_cast<std::int32_t>(device.shared_per_block);
+  config.overlaps = overlaps_launches(device, config.blocks, config.blocks_per_multiprocessor);
+  return config;
+}
+
 }  // namespace
 
 Mamba2Variant mamba2_variant(const Mamba2CudaParams& p) {
@@ -118,6 +150,10 @@ Mamba2Variant mamba2_variant(const Mamba2CudaParams& p) {
 
 std::string Mamba2CudaConfig::to_string() const {
   std::ostringstream out;
+  if (variant == Mamba2Variant::kDirect) {
+    out << "direct, " << launch.warps << " warps, " << blocks << " blocks: " << reason;
+    return std::move(out).str();
+  }
   out << launch.stages << " stages x " << launch.warps << " warps, " << launch.tiles_per_run
       << " tiles per run, " << launch.fold_tiles_per_run << " where it folds, " << blocks
       << " blocks, " << launch.shared.bytes << " B shared, " << blocks_per_multiprocessor
@@ -130,6 +166,13 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
                                               const Mamba2Tuning& tuning) {
   if (p.groups > kMostInGrid) {
     return unsupported(p.groups, " groups; a launch allows ", kMostInGrid);
+  }
+  if (has_direct_kernel(p)) {
+    constexpr std::int64_t kMostRows = 256;  // measured on an H200
+    RSSM_ASSIGN_OR_RETURN(
+        const bool is_direct,
+        takes_direct_kernel(tuning.kernel, p.heads * p.head_dim * p.row_count, kMostRows, device));
+    if (is_direct) return direct_config(p, device, tuning);
   }
   // Tried in this order: the first with the wanted warps per multiprocessor wins, else the one with
   // most.
@@ -151,6 +194,7 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
   std::int32_t least_bytes = std::numeric_limits<std::int32_t>::max();
   for (const Candidate& candidate : kCandidates) {
     Mamba2CudaConfig config;
+    config.variant = mamba2_variant(p);
     Mamba2Launch& launch = config.launch;
     launch.warps = tuning.warps != 0 ? tuning.warps : candidate.warps;
     launch.stages = tuning.stages != 0 ? tuning.stages : candidate.stages;
@@ -192,6 +236,7 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
                        device.shared_per_block);
   }
   best.shared_limit = static_cast<std::int32_t>(device.shared_per_block);
+  best.overlaps = overlaps_launches(device, best.blocks, best.blocks_per_multiprocessor);
   return best;
 }
 

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "cuda/query.h"
+#include "cuda/step_kernel.h"
 #include "ops/mamba2/cuda/params.h"
 #include "replayssm/status.h"
 
@@ -50,30 +51,10 @@ struct Mamba2Launch {
   std::int32_t tiles_per_group = 64;
   std::int32_t heads_per_group = 16;
   std::int32_t runs_per_group = 4;
+  std::uint32_t head_of_run = 0;  // direct: divides by the runs of a head (cuda/block_shape.h)
   std::int32_t head_dim = 64;
   // Elements from behind a head's last tile to the next head's first.
   std::int64_t state_jump = 0, x_jump = 0, ring_x_jump = 0, y_jump = 0;
-};
-
-/// Overrides; 0 leaves a choice to choose_mamba2_config.
-struct Mamba2Tuning {
-  int warps = 0;
-  int stages = 0;
-  int tiles_per_run = 0;
-  int fold_tiles_per_run = 0;
-};
-
-struct Mamba2CudaConfig {
-  Mamba2Launch launch;
-  // The grid: blocks of a group's runs, groups, rows.
-  std::int32_t blocks_per_group = 0;
-  std::int64_t blocks = 0;
-  int blocks_per_multiprocessor = 0;  // that fit
-  std::int32_t shared_limit = 0;      // bytes a block may have on the device
-  std::string reason;
-
-  /// "2 stages x 4 warps, 8 tiles per run, 4096 blocks, 73216 B shared, 3 per SM: <reason>".
-  std::string to_string() const;
 };
 
 /// The kernels there are for a state size of 128; other sizes have the general one.
@@ -81,8 +62,35 @@ enum class Mamba2Variant {
   kOneToken,  // draft capacity 1, at most 32 places
   kSmall,     // draft capacity up to 8, at most 32 places
   kGeneral,   // everything else
+  kDirect,    // what the first two serve, in steps of few rows without read copies (direct.cuh)
 };
+/// The kernel of a step of many rows.
 Mamba2Variant mamba2_variant(const Mamba2CudaParams& params);
+
+/// Overrides; 0 leaves a choice to choose_mamba2_config.
+struct Mamba2Tuning {
+  StepKernel kernel = StepKernel::kAuto;
+  int warps = 0;
+  int stages = 0;
+  int tiles_per_run = 0;
+  int fold_tiles_per_run = 0;
+};
+
+struct Mamba2CudaConfig {
+  Mamba2Variant variant = Mamba2Variant::kGeneral;
+  Mamba2Launch launch;
+  // The grid: blocks of a group's runs, groups, rows.
+  std::int32_t blocks_per_group = 0;
+  std::int64_t blocks = 0;
+  int blocks_per_multiprocessor = 0;  // that fit
+  std::int32_t shared_limit = 0;      // bytes a block may have on the device
+  bool overlaps = false;              // with the end of the kernel before it
+  std::string reason;
+
+  /// "2 stages x 4 warps, 8 tiles per run, 4096 blocks, 73216 B shared, 3 per SM: <reason>".
+  std::string to_string() const;
+};
+
 /// State rows that a warp advances at a time: as many as its registers hold.
 constexpr int mamba2_pass_rows(int state_size) {
   return kTileRows * state_size > 1024 ? kTileRows / 2 : kTileRows;
@@ -93,7 +101,8 @@ constexpr int mamba2_entries(Mamba2Variant variant) {
 }
 /// Blocks of four warps that its registers allow on a multiprocessor (__launch_bounds__).
 constexpr int mamba2_resident_blocks(Mamba2Variant variant) {
-  return variant == Mamba2Variant::kGeneral ? 2 : variant == Mamba2Variant::kOneToken ? 4 : 3;
+  using enum Mamba2Variant;
+  return variant == kGeneral ? 2 : variant == kOneToken || variant == kDirect ? 4 : 3;
 }
 
 /// Picks warps, stages and runs that fit the device, or says why nothing does.

@@ -26,6 +26,8 @@
 #include "cuda/language.cuh"
 #include "cuda/ptx/async_copy.cuh"
 #include "cuda/ptx/mma.cuh"
+#include "cuda/step_launch.cuh"
+#include "ops/mamba2/cuda/direct.cuh"
 #include "ops/mamba2/cuda/kernels.h"
 #include "ops/mamba2/cuda/lanes.cuh"
 #include "ops/mamba2/cuda/window.cuh"
@@ -60,7 +62,7 @@ class Mamba2StepKernel
   using Lanes = Mamba2Lanes<State, Act, kStateSize>;
   using Lanes::advance, Lanes::column, Lanes::kColumns, Lanes::kPassRows, Lanes::kRowLanes;
   using Lanes::kSlots, Lanes::kVector, Lanes::load_columns, Lanes::read_tile, Lanes::reduce;
-  using Lanes::reduce_lanes, Lanes::team, Lanes::widen_columns;
+  using Lanes::reduce_lanes, Lanes::round_tile, Lanes::team, Lanes::widen_columns;
   using typename Lanes::PackedColumns, typename Lanes::Tile;
 
   static constexpr int kOneRows = kTileRows * kOneLanes / kWarpLanes;
@@ -612,14 +614,7 @@ class Mamba2StepKernel
 #pragma unroll
           for (int i = 0; i < kColumns; ++i) sum[s] = fmaf(tile.s[s][i], c_now[i], sum[s]);
         }
-        if constexpr (sizeof(State) == 2) {
-          // The state a next token starts from is the stored one.
-#pragma unroll
-          for (int s = 0; s < kSlots; ++s) {
-#pragma unroll
-            for (int i = 0; i < kColumns; ++i) tile.s[s][i] = widen(narrow<State>(tile.s[s][i]));
-          }
-        }
+        round_tile(tile);  // the state a next token starts from is the stored one
         float y = reduce(sum);
         const int state_row = lane / kRowLanes;
         y = fmaf(d, __shfl_sync(kAllLanes, widen(now.x), state_row), y);
@@ -648,6 +643,7 @@ __global__ void __launch_bounds__(kMamba2MaxWarps* kWarpLanes,
                                   mamba2_resident_blocks(mamba2_variant_of(kTokenBlocks)))
     mamba2_step_kernel(const __grid_constant__ Mamba2CudaParams params,
                        const __grid_constant__ Mamba2Launch launch) {
+  begin_step_kernel(params, launch);
   Mamba2StepKernel<State, Act, kStateSize, kTokenBlocks, kWindowSteps, kCopy>::run(
       params, launch, dynamic_shared());
 }
@@ -661,9 +657,17 @@ Mamba2KernelFunction mamba2_step_function(int state_size, Mamba2Variant variant)
   if constexpr (sizeof(State) < sizeof(Act)) {
     return mamba2_step_kernel<State, Act, 128, 2, 5>;
   } else {
-    if (variant == Mamba2Variant::kOneToken) return mamba2_step_kernel<State, Act, 128, 0, 2>;
-    if (variant == Mamba2Variant::kGeneral) return mamba2_step_kernel<State, Act, 128, 2, 5>;
-    return mamba2_step_kernel<State, Act, 128, 1, 2>;
+    switch (variant) {
+      case Mamba2Variant::kOneToken:
+        return mamba2_step_kernel<State, Act, 128, 0, 2>;
+      case Mamba2Variant::kSmall:
+        return mamba2_step_kernel<State, Act, 128, 1, 2>;
+      case Mamba2Variant::kGeneral:
+        return mamba2_step_kernel<State, Act, 128, 2, 5>;
+      case Mamba2Variant::kDirect:
+        return mamba2_direct_kernel<State, Act, 128>;
+    }
+    return nullptr;
   }
 }
 

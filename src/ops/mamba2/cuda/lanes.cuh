@@ -37,19 +37,43 @@ class Mamba2Lanes {
     return (team * kSlots + s) * kStateSize + v * kVector * kTeamLanes + column;
   }
 
-  __device__ __forceinline__ void read_tile(const State* from, bool is_zero, Tile& tile) const {
+  /// The rows of a pass as loaded.
+  struct PackedTile {
+    Packed<State, kVector> vector[kSlots][kVectors];
+  };
+  __device__ __forceinline__ PackedTile load_tile(const State* from) const {
+    PackedTile out;
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        if (is_zero) {
+        out.vector[s][v] = load_packed<State, kVector>(from + tile_offset(s, v));
+      }
+    }
+    return out;
+  }
+  static __device__ __forceinline__ void widen_tile(const PackedTile& from, Tile& tile) {
 #pragma unroll
-          for (int i = 0; i < kVector; ++i) tile.s[s][v * kVector + i] = 0.0f;
-        } else {
-          const auto packed = load_packed<State, kVector>(from + tile_offset(s, v));
+    for (int s = 0; s < kSlots; ++s) {
 #pragma unroll
-          for (int i = 0; i < kVector; ++i) tile.s[s][v * kVector + i] = packed[i];
-        }
+      for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) tile.s[s][v * kVector + i] = from.vector[s][v][i];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void read_tile(const State* from, bool is_zero, Tile& tile) const {
+    widen_tile(is_zero ? PackedTile{} : load_tile(from), tile);
+  }
+
+  /// What the stored state loses of a tile that went on in registers.
+  static __device__ __forceinline__ void round_tile(Tile& tile) {
+    if constexpr (sizeof(State) == 2) {
+#pragma unroll
+      for (int s = 0; s < kSlots; ++s) {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) tile.s[s][i] = widen(narrow<State>(tile.s[s][i]));
       }
     }
   }

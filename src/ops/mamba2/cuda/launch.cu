@@ -21,21 +21,20 @@ Status validate_geometry(const Mamba2CudaParams& p) {
 }
 
 template <typename State, typename Act>
-Mamba2KernelFunction find(const Mamba2CudaParams& p) {
-  return mamba2_step_function<State, Act>(static_cast<int>(p.state_size), mamba2_variant(p));
+Mamba2KernelFunction find(const Mamba2CudaParams& p, Mamba2Variant variant) {
+  return mamba2_step_function<State, Act>(static_cast<int>(p.state_size), variant);
 }
 
 template <typename State>
-Mamba2KernelFunction find_for(const Mamba2CudaParams& p) {
-  if (p.activation == DType::kF32) return find<State, float>(p);
-  if (p.activation == DType::kBF16) return find<State, BF16>(p);
+Mamba2KernelFunction find_for(const Mamba2CudaParams& p, Mamba2Variant variant) {
+  if (p.activation == DType::kF32) return find<State, float>(p, variant);
+  if (p.activation == DType::kBF16) return find<State, BF16>(p, variant);
   return nullptr;
 }
 
-Mamba2KernelFunction find_kernel(const Mamba2CudaParams& p) {
+Mamba2KernelFunction find_kernel(const Mamba2CudaParams& p, Mamba2Variant variant) {
   if (p.copy.format != ReadCopyFormat::kNone) {
     const auto size = static_cast<int>(p.state_size);
-    const Mamba2Variant variant = mamba2_variant(p);
     if (p.activation != DType::kBF16) return nullptr;
     if (p.checkpoint == DType::kF32)
       return mamba2_copy_step_function<float>(p.copy.format, size, variant);
@@ -44,24 +43,24 @@ Mamba2KernelFunction find_kernel(const Mamba2CudaParams& p) {
     }
     return nullptr;
   }
-  if (p.checkpoint == DType::kF32) return find_for<float>(p);
-  if (p.checkpoint == DType::kBF16) return find_for<BF16>(p);
-  if (p.checkpoint == DType::kF16) return find_for<F16>(p);
+  if (p.checkpoint == DType::kF32) return find_for<float>(p, variant);
+  if (p.checkpoint == DType::kBF16) return find_for<BF16>(p, variant);
+  if (p.checkpoint == DType::kF16) return find_for<F16>(p, variant);
   return nullptr;
 }
 
 /// Launches what has been validated.
 Status launch_step(const Mamba2CudaParams& params, const Mamba2CudaConfig& config,
                    cudaStream_t stream) {
-  return launch_step_kernel("Mamba-2 step", find_kernel(params), params, config, kMamba2MaxWarps,
-                            config.blocks_per_group, params.groups, stream);
+  return launch_step_kernel("Mamba-2 step", find_kernel(params, config.variant), params, config,
+                            kMamba2MaxWarps, config.blocks_per_group, params.groups, stream);
 }
 
 }  // namespace
 
 Status check_mamba2_support(const Mamba2CudaParams& p) {
   RSSM_RETURN_IF_ERROR(validate_geometry(p));
-  if (find_kernel(p) == nullptr) {
+  if (find_kernel(p, mamba2_variant(p)) == nullptr) {
     return no_step_kernel(p.checkpoint, p.activation, p.copy.format);
   }
   return {};

@@ -1,0 +1,211 @@
+// The delta rule's step of few rows, both families, where latency is the time and not bytes or
+// instructions.
+//
+// A warp has a pass of eight rows of one head's state (recurrence.cuh). It asks for everything at
+// once, its rows straight to registers; its block prepares keys, queries and gates together; then
+// it advances its rows through the live records and the tokens in registers, with o_t read from the
+// state after token t. Only a row that flushes or is committed writes them back. Nothing is
+// weighted or multiplied ahead, so the chain from the row to its outputs is two trips to memory,
+// two barriers and the recurrence: nearly as short as plain decoding's. It takes more instructions
+// than kernel.cuh, which is why steps of many rows go there.
+//
+// Live records of a row that only replays are added up from their deltas, S = alpha S + d k, as
+// fast flushes of this kernel do; exact flushes and committed rows re-run the recurrence.
+// Checkpoints are the same bits as kernel.cuh's but after fast flushes; outputs of tentative rows
+// are rounded elsewhere.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/language.cuh"
+#include "cuda/ptx/async_copy.cuh"
+#include "cuda/step_launch.cuh"
+#include "ops/delta_rule/cuda/kernels.h"
+#include "ops/delta_rule/cuda/preparation.cuh"
+#include "ops/delta_rule/cuda/recurrence.cuh"
+
+namespace replayssm::cuda {
+
+template <typename State, typename Act, bool kChannelDecay>
+class DeltaRuleDirectKernel
+    : private DeltaRulePreparation<State, Act, kChannelDecay, DeltaRuleVariant::kDirect,
+                                   kDeltaRuleDirectRows>,
+      private DeltaRuleRecurrence<State, delta_rule_key_dim(DeltaRuleVariant::kDirect), false,
+                                  kChannelDecay, kDeltaRuleDirectRows / 4> {
+  static constexpr auto kVariant = DeltaRuleVariant::kDirect;
+  static constexpr int kRows = kDeltaRuleDirectRows;
+
+  using Preparation = DeltaRulePreparation<State, Act, kChannelDecay, kVariant, kRows>;
+  using Preparation::append_keys, Preparation::betas, Preparation::block_threads;
+  using Preparation::decays, Preparation::folded_records;
+  using Preparation::kActPerChunk, Preparation::kKeyDim, Preparation::load_own_channel,
+      Preparation::load_records;
+  using Preparation::load_token_gates, Preparation::load_tokens, Preparation::prepare_channel,
+      Preparation::prepare_fold;
+  using Preparation::prepare_token_gates, Preparation::scale, Preparation::scale_tokens;
+  using Preparation::shared, Preparation::token_channel_decay, Preparation::vector;
+  using typename Preparation::GateParameters, typename Preparation::TokenGates;
+
+  using Row = DeltaRuleRow<State, Act, kRows>;
+  using Row::folds_values, Row::is_first_of_key, Row::kind, Row::lane, Row::launch, Row::live;
+  using Row::output, Row::own, Row::p, Row::read_row, Row::ring_delta, Row::ring_k_scale;
+  using Row::ring_v, Row::state, Row::thread, Row::token_count, Row::token_v;
+  using Row::value_offset, Row::warp, Row::zero, Row::zero_outputs;
+
+  using Recurrence = DeltaRuleRecurrence<State, kKeyDim, false, kChannelDecay, kRows / 4>;
+  using Recurrence::advance, Recurrence::fold, Recurrence::kColumns, Recurrence::kDecays;
+  using Recurrence::kPassRows, Recurrence::kRowLanes, Recurrence::load_decays;
+  using Recurrence::load_tile, Recurrence::load_vector;
+  using Recurrence::multiply, Recurrence::result_row, Recurrence::round_tile;
+  using Recurrence::widen_tile;
+  using typename Recurrence::PackedTile, typename Recurrence::Tile;
+  static_assert(kPassRows == kRows);
+  static constexpr int kRowChunks = kRows / kActPerChunk;  // of 16 bytes, of a record's values
+
+ public:
+  static __device__ __forceinline__ void run(const DeltaRuleCudaParams& p,
+                                             const DeltaRuleLaunch& launch, unsigned char* shared) {
+    DeltaRuleDirectKernel kernel(p, launch, shared);
+    kernel.read_row();
+    if (kernel.kind == PlannedRow::kPadding) {
+      kernel.zero_outputs();
+      return;
+    }
+    // Without tokens there is nothing to do but fold.
+    if (kernel.token_count == 0 && (kernel.live == 0 || kernel.kind == PlannedRow::kReplay)) return;
+    kernel.step();
+  }
+
+ private:
+  __device__ __forceinline__ DeltaRuleDirectKernel(const DeltaRuleCudaParams& params,
+                                                   const DeltaRuleLaunch& shape,
+                                                   unsigned char* shared_memory)
+      : Preparation(params, shape, shared_memory), Recurrence(Row::lane, kKeyDim) {}
+
+  /// (entries, rows of the warp): deltas of the live records, or their v if the recurrence is
+  /// re-run; then v of a chunk's tokens.
+  __device__ __forceinline__ Act* values(int entry) const {
+    return reinterpret_cast<Act*>(shared + warp * launch.shared.stage_bytes) + entry * kRows;
+  }
+
+  __device__ __forceinline__ int chunk_length(std::int64_t first) const {
+    return static_cast<int>(min(token_count - first, std::int64_t{p.limits.draft_capacity}));
+  }
+
+  __device__ __forceinline__ void load_values() const {
+    const Act* ring = folds_values() ? ring_v() : ring_delta();
+    for (int i = lane; i < live * kRowChunks; i += kWarpLanes) {
+      const int offset = i % kRowChunks * kActPerChunk;
+      ptx::copy_async_16(values(i / kRowChunks) + offset,
+                         ring + value_offset(i / kRowChunks) + offset);
+    }
+  }
+  /// Raw operands of a chunk: what goes to registers of it.
+  struct Gates {
+    TokenGates token;
+    GateParameters channel;
+  };
+  __device__ __forceinline__ Gates load_chunk(std::int64_t first) const {
+    const int count = chunk_length(first);
+    load_tokens(first, count);
+    if (lane < count * kRowChunks) {
+      const int offset = lane % kRowChunks * kActPerChunk;
+      ptx::copy_async_16(values(live + lane / kRowChunks) + offset,
+                         token_v(first + lane / kRowChunks) + offset);
+    }
+    return {load_token_gates(first, count), load_own_channel()};
+  }
+
+  /// What the loaded tokens first.. have in common for all rows.
+  __device__ __forceinline__ void prepare_chunk(std::int64_t first, const Gates& gates) const {
+    const int count = chunk_length(first);
+    const bool append = own > 0 && is_first_of_key();
+    scale_tokens(count, true);
+    prepare_token_gates(gates.token, first, count, own > 0);
+    if constexpr (kChannelDecay) {
+      for (int i = thread; i < count * kKeyDim; i += block_threads()) {
+        prepare_channel(i / kKeyDim, i % kKeyDim, gates.channel, append);
+      }
+    }
+    if (append) append_keys();
+  }
+
+  __device__ __forceinline__ void step() const {
+    // Everything is asked for before anything is used.
+    PackedTile packed{};
+    if (!zero) packed = load_tile(state());
+    load_values();
+    load_records();
+    Gates gates = load_chunk(0);
+    ptx::copy_async_wait_all();
+    __syncthreads();
+    prepare_fold();
+    prepare_chunk(0, gates);
+    __syncthreads();
+    if (own > 0 && is_first_of_key()) {
+      for (int t = thread; t < own; t += block_threads()) *ring_k_scale(live + t) = scale()[2 * t];
+    }
+    Tile tile;
+    widen_tile(packed, tile);
+    if (live > 0) fold_live(tile);
+#pragma unroll 1
+    for (std::int64_t first = 0; first < token_count; first += p.limits.draft_capacity) {
+      if (first > 0) {
+        __syncthreads();  // the chunk before is done with
+        gates = load_chunk(first);
+        ptx::copy_async_wait_all();
+        __syncthreads();
+        prepare_chunk(first, gates);
+        __syncthreads();
+      }
+      advance_tokens(first, tile);
+    }
+    if (kind == PlannedRow::kCommitted && token_count > 0) write_state(tile);
+  }
+
+  /// Through the live records; to memory where the checkpoint moves.
+  __device__ __forceinline__ void fold_live(Tile& tile) const {
+    fold(folded_records(values(0), kRows), tile);
+    if (kind == PlannedRow::kReplay) return;
+    if (kind == PlannedRow::kFlush || token_count == 0) write_state(tile);
+    round_tile(tile);
+  }
+
+  __device__ __forceinline__ void advance_tokens(std::int64_t first, Tile& tile) const {
+    const int count = chunk_length(first);
+    const int row = result_row();
+    const bool writes = lane % kRowLanes == 0;
+#pragma unroll 1
+    for (int t = 0; t < count; ++t) {
+      float x[kColumns], alpha[kDecays];
+      load_vector(vector(2 * t), x);
+      load_decays(kChannelDecay ? token_channel_decay(t) : decays() + live + t, alpha);
+      const Act v = values(live + t)[row];
+      const float d = advance(tile, x, alpha, betas()[live + t], widen(v));
+      load_vector(vector(2 * t + 1), x);
+      const float o = multiply(tile, x);
+      if (writes) output(first + t)[row] = narrow<Act>(o);
+      if (kind == PlannedRow::kCommitted) {
+        round_tile(tile);
+      } else if (writes) {
+        const int to = value_offset(live + t) + row;
+        ring_delta()[to] = narrow<Act>(d);
+        if (!p.fast_flush) ring_v()[to] = v;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write_state(const Tile& tile) const {
+    this->template write_tile<false>(tile, state(), nullptr);
+  }
+};
+
+template <typename State, typename Act, bool kChannelDecay>
+__global__ void __launch_bounds__(kDeltaRuleMaxWarps* kWarpLanes, kDeltaRuleResidentBlocks)
+    delta_rule_direct_kernel(const __grid_constant__ DeltaRuleCudaParams params,
+                             const __grid_constant__ DeltaRuleLaunch launch) {
+  begin_step_kernel(params, launch);
+  DeltaRuleDirectKernel<State, Act, kChannelDecay>::run(params, launch, dynamic_shared());
+}
+
+}  // namespace replayssm::cuda
