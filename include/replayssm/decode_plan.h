@@ -5,6 +5,7 @@
 #include <string>
 
 #include "replayssm/cpu.h"
+#include "replayssm/cuda.h"
 #include "replayssm/state_pool.h"
 
 namespace replayssm {
@@ -31,6 +32,13 @@ struct DecodePlan {
 /// instead of once per token: where replay costs less than plain or is needed for a 16-bit state's
 /// accuracy and costs little more, replay is chosen.
 Result<DecodePlan> choose_decode(const CpuContext& context, const StatePoolOptions& options,
+                                 std::int64_t sequences);
+
+/// The same on a GPU, by what steps take on an H200 (docs/kernels/): no device is asked. There a
+/// step of few sequences is latency, of which replay has more, and one of many is bytes, of which
+/// it has half; plain decoding is a committed row of one token. Estimates are of steps whose
+/// launches follow each other in a graph.
+Result<DecodePlan> choose_decode(const CudaContext& context, const StatePoolOptions& options,
                                  std::int64_t sequences);
 
 }  // namespace replayssm

@@ -86,6 +86,12 @@ struct Machine {
 struct Seconds {
   double plain = 0;
   double replay = 0;
+
+  Seconds& operator+=(const Seconds& other) {
+    plain += other.plain;
+    replay += other.replay;
+    return *this;
+  }
 };
 
 /// What a family asks for, per token of one sequence in one layer. Operations are vector operations
@@ -96,6 +102,7 @@ struct Work {
   double plain_ops = 0;     // a token in place
   double read_ops = 0;      // a token's products with the checkpoint
   double fold_ops = 0;      // a record into the checkpoint
+  double gpu_element = 0;   // seconds of an element in a replay step bound by issue
 };
 
 Work work_of(const Mamba2Shape& shape, double activation, FlushMode) {
@@ -107,7 +114,8 @@ Work work_of(const Mamba2Shape& shape, double activation, FlushMode) {
                           heads * sizeof(float),
           .plain_ops = 3,
           .read_ops = 1,
-          .fold_ops = 2};
+          .fold_ops = 2,
+          .gpu_element = 0.62e-12};
 }
 
 /// The delta comes from a product with the state of its own, hence an operation more for
@@ -120,7 +128,8 @@ Work work_of(const DeltaRuleShape& shape, double activation, FlushMode flush) {
           .record_bytes = (keys + values) * activation + decays * sizeof(float),
           .plain_ops = 4,
           .read_ops = 2,
-          .fold_ops = flush == FlushMode::kFast ? 1.0 : 3.0};
+          .fold_ops = flush == FlushMode::kFast ? 1.0 : 3.0,
+          .gpu_element = shape.channel_decay ? 1.6e-12 : 0.84e-12};
 }
 Work work_of(const GatedDeltaNetShape& shape, double activation, FlushMode flush) {
   return work_of(delta_rule(shape), activation, flush);
@@ -158,13 +167,70 @@ Seconds layer_seconds(const Machine& machine, const Work& work, const StatePoolO
   return seconds;
 }
 
+/// A layer's step of a GPU, shared out to its sequences.
+Seconds gpu_layer_seconds(const Work& work, const StatePoolOptions& options, ReadCopyFormat copy,
+                          double sequences) {
+  // Measured on an H200: what a step takes beside its bytes, and bytes/s behind that. The direct
+  // kernels of few sequences begin sooner and take in-place decoding's time per sequence.
+  constexpr double kPlainStart = 2.8e-6, kPlainBandwidth = 3.6e12;
+  constexpr double kDirectStart = 3.0e-6, kDirectShare = 1.1;
+  constexpr double kStreamedStart = 7.5e-6, kStreamedBandwidth = 4.0e12;
+  const double window = options.limits.window;
+  const double state = work.elements * static_cast<double>(size_of(options.checkpoint));
+  const double copied = work.elements * copy_cost(copy).bits / 8;
+  const double read = copy == ReadCopyFormat::kNone ? state : copied;
+  const double replayed =
+      ((window - 1) * read + 2 * state + copied) / window + (window + 1) / 2 * work.record_bytes;
+  const double plain = (2 * state + copied) / kPlainBandwidth;
+  const double streamed = kStreamedStart + sequences * std::max(replayed / kStreamedBandwidth,
+                                                                work.elements * work.gpu_element);
+  const double direct = kDirectStart + sequences * kDirectShare * plain;
+  const double replay = copy == ReadCopyFormat::kNone ? std::min(streamed, direct) : streamed;
+  return {.plain = kPlainStart / sequences + plain, .replay = replay / sequences};
+}
+
+/// Adds up the layers and decides; `of_layer(work, copy)`: a layer's estimates. `what`: of which
+/// they are, `where`: a remark for people.
+template <typename OfLayer>
+DecodePlan decide(const StatePoolOptions& options, OfLayer of_layer, const char* what,
+                  const char* where) {
+  const auto activation = static_cast<double>(size_of(options.activation));
+  Seconds sum;
+  for (int layer = 0; static_cast<std::size_t>(layer) < options.layers.size(); ++layer) {
+    const LayerSpec& spec = options.layers[static_cast<std::size_t>(layer)];
+    const Work work = std::visit(
+        [&](const auto& shape) { return work_of(shape, activation, options.flush_mode(layer)); },
+        spec.recurrence);
+    sum += of_layer(work, spec.read_copy);
+  }
+  DecodePlan plan;
+  plan.plain_seconds = sum.plain;
+  plan.replay_seconds = sum.replay;
+  const double patience = options.checkpoint == DType::kF32 ? 1.0 : kNarrowPatience;
+  plan.replay = sum.replay < patience * sum.plain;
+  plan.window = plan.replay ? options.limits.window : 0;
+  std::ostringstream reason;
+  reason.precision(2);
+  reason << "replay with a window of " << options.limits.window << " is estimated at "
+         << sum.replay / sum.plain << " times plain decoding's " << what << where;
+  if (plan.replay && sum.replay >= sum.plain) {
+    reason << "; chosen because it rounds the " << to_string(options.checkpoint)
+           << " state once per window";
+  }
+  plan.reason = std::move(reason).str();
+  return plan;
+}
+
+Status check_sequences(std::int64_t sequences) {
+  if (sequences >= 1) return {};
+  return invalid_argument("sequences is ", sequences, ", expected at least 1");
+}
+
 }  // namespace
 
 Result<DecodePlan> choose_decode(const CpuContext& context, const StatePoolOptions& options,
                                  std::int64_t sequences) {
-  if (sequences < 1) {
-    return invalid_argument("sequences is ", sequences, ", expected at least 1");
-  }
+  RSSM_RETURN_IF_ERROR(check_sequences(sequences));
   RSSM_ASSIGN_OR_RETURN(const SlotBytes bytes, StatePool::bytes_per_slot(options));
   const double resident = static_cast<double>(bytes.checkpoint) * static_cast<double>(sequences);
   const bool cached = resident < last_level_cache_bytes();
@@ -172,31 +238,24 @@ Result<DecodePlan> choose_decode(const CpuContext& context, const StatePoolOptio
   const Machine machine{.threads = threads,
                         .bandwidth = threads * (cached ? kCacheBandwidth : kMemoryBandwidth),
                         .ops = threads * kClock * kOpsPerCycle * lanes(context.isa)};
-  DecodePlan plan;
-  const auto activation = static_cast<double>(size_of(options.activation));
-  for (int layer = 0; static_cast<std::size_t>(layer) < options.layers.size(); ++layer) {
-    const LayerSpec& spec = options.layers[static_cast<std::size_t>(layer)];
-    const Work work = std::visit(
-        [&](const auto& shape) { return work_of(shape, activation, options.flush_mode(layer)); },
-        spec.recurrence);
-    const Seconds seconds = layer_seconds(machine, work, options, spec.read_copy);
-    plan.plain_seconds += seconds.plain;
-    plan.replay_seconds += seconds.replay;
-  }
-  const double patience = options.checkpoint == DType::kF32 ? 1.0 : kNarrowPatience;
-  plan.replay = plan.replay_seconds < patience * plan.plain_seconds;
-  plan.window = plan.replay ? options.limits.window : 0;
-  std::ostringstream reason;
-  reason.precision(2);
-  reason << "replay with a window of " << options.limits.window << " is estimated at "
-         << plan.replay_seconds / plan.plain_seconds
-         << " times plain decoding's state time, states " << (cached ? "in cache" : "in memory");
-  if (plan.replay && plan.replay_seconds >= plan.plain_seconds) {
-    reason << "; chosen because it rounds the " << to_string(options.checkpoint)
-           << " state once per window";
-  }
-  plan.reason = std::move(reason).str();
-  return plan;
+  return decide(
+      options,
+      [&](const Work& work, ReadCopyFormat copy) {
+        return layer_seconds(machine, work, options, copy);
+      },
+      "state time", cached ? ", states in cache" : ", states in memory");
+}
+
+Result<DecodePlan> choose_decode(const CudaContext&, const StatePoolOptions& options,
+                                 std::int64_t sequences) {
+  RSSM_RETURN_IF_ERROR(check_sequences(sequences));
+  RSSM_RETURN_IF_ERROR(StatePool::bytes_per_slot(options).status());
+  return decide(
+      options,
+      [&](const Work& work, ReadCopyFormat copy) {
+        return gpu_layer_seconds(work, options, copy, static_cast<double>(sequences));
+      },
+      "step", "");
 }
 
 }  // namespace replayssm

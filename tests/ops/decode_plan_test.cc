@@ -77,7 +77,67 @@ TEST(DecodePlan, FastFlushesCostLess) {
   }
 }
 
+// Times of one layer's step as docs/kernels/results/*-h200-2026-11-30.md has them.
+TEST(DecodePlan, OnAGpuItFollowsTheMeasurements) {
+  struct Measured {
+    RecurrenceShape shape;
+    DType checkpoint;
+    std::int64_t sequences;
+    double plain, replay;  // us
+  };
+  const Mamba2Shape nano{64, 64, 128, 8};
+  const Mamba2Shape super{128, 64, 128, 8};
+  const GatedDeltaNetShape gdn32{16, 32, 128, 128};
+  const GatedDeltaNetShape gdn64{16, 64, 128, 128};
+  const KimiDeltaAttentionShape kda{32, 128, 128};
+  const Measured cases[] = {
+      {nano, DType::kF32, 1, 3.4, 3.7},     {nano, DType::kF32, 8, 12.2, 12.2},
+      {nano, DType::kF32, 256, 306, 157},   {super, DType::kF32, 1, 4.5, 4.6},
+      {super, DType::kF32, 8, 22.1, 16.3},  {super, DType::kF32, 256, 602, 301},
+      {super, DType::kBF16, 256, 319, 179}, {nano, DType::kBF16, 256, 190, 102},
+      {gdn32, DType::kF32, 1, 3.9, 4.7},    {gdn32, DType::kF32, 8, 12.8, 13.6},
+      {gdn32, DType::kF32, 256, 304, 160},  {gdn64, DType::kF32, 256, 594, 305},
+      {gdn32, DType::kBF16, 256, 158, 113}, {kda, DType::kF32, 1, 4.2, 5.7},
+      {kda, DType::kF32, 8, 14.4, 16.5},    {kda, DType::kF32, 256, 333, 242},
+      {kda, DType::kBF16, 256, 206, 203}};
+  for (const Measured& c : cases) {
+    StatePoolOptions options = layers_of(c.shape, 1);
+    options.checkpoint = c.checkpoint;
+    options.activation = DType::kBF16;
+    const DecodePlan plan = choose_decode(CudaContext{0, nullptr}, options, c.sequences).value();
+    const auto sequences = static_cast<double>(c.sequences);
+    const double plain = 1e6 * plan.plain_seconds * sequences;
+    const double replay = 1e6 * plan.replay_seconds * sequences;
+    EXPECT_NEAR(plain, c.plain, 0.3 * c.plain) << c.plain << " us plain";
+    EXPECT_NEAR(replay, c.replay, 0.3 * c.replay) << c.replay << " us replay";
+    // Where the two differ by more than the estimates do.
+    if (c.replay < 0.8 * c.plain) {
+      EXPECT_TRUE(plan.replay) << c.replay << " us: " << plan.reason;
+    }
+    if (c.checkpoint == DType::kF32 && c.replay > 1.05 * c.plain) {
+      EXPECT_FALSE(plan.replay) << c.replay << " us: " << plan.reason;
+    }
+  }
+}
+
+TEST(DecodePlan, OnAGpuFewSequencesAreDecodedInPlace) {
+  for (const RecurrenceShape& shape : kShapes) {
+    const StatePoolOptions options = layers_of(shape, 3);
+    const CudaContext gpu{0, nullptr};
+    const DecodePlan one = choose_decode(gpu, options, 1).value();
+    const DecodePlan many = choose_decode(gpu, options, 4096).value();
+    EXPECT_FALSE(one.replay) << one.reason;
+    EXPECT_EQ(one.window, 0);
+    EXPECT_TRUE(many.replay) << many.reason;
+    EXPECT_EQ(many.window, 16);
+    EXPECT_NEAR(one.plain_seconds,
+                3 * choose_decode(gpu, layers_of(shape, 1), 1).value().plain_seconds, 1e-12);
+  }
+}
+
 TEST(DecodePlan, WithoutSequencesIsRefused) {
+  EXPECT_TRUE(refused(choose_decode(CudaContext{0, nullptr}, layers_of(kShapes[1], 1), -1),
+                      StatusCode::kInvalidArgument, {"sequences is -1", "at least 1"}));
   EXPECT_TRUE(refused(choose_decode(kContext, layers_of(kShapes[1], 1), 0),
                       StatusCode::kInvalidArgument, {"sequences is 0", "at least 1"}));
 }
