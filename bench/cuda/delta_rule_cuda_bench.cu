@@ -195,8 +195,11 @@ Cases<DeltaRuleFamily<kChannelDecay>> cases() {
   Case plain = f32(kChannelDecay ? kKda[1] : kGdn[3], 256);
   plain.mode = Mode::kPlain;
   const Geometry& small = kChannelDecay ? kKda[1] : kGdn[1];
-  out.swept = {out.targets[0], out.targets[1], out.targets[2], out.targets[3],
-               plain,          f32(small, 1),  f32(small, 8)};
+  Case small_plain = f32(small, 1);
+  small_plain.mode = Mode::kPlain;
+  out.swept = {out.targets[0], out.targets[1], out.targets[2], out.targets[3],   plain,
+               f32(small, 1),  f32(small, 8),  f32(small, 64), f32(small, 1, 4), f32(small, 8, 4),
+               small_plain};
   if constexpr (!kChannelDecay) out.swept.push_back(f32(kGdn[3], 256, 8));
   return out;
 }
