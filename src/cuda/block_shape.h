@@ -24,7 +24,8 @@ constexpr bool overlaps_launches(const CudaDeviceInfo& device, std::int64_t bloc
          2 * blocks <= std::int64_t{blocks_per_multiprocessor} * device.multiprocessors;
 }
 
-/// 2^31 / divisor, rounded up: __umulhi(2 n, reciprocal) is n / divisor for n < 2^15.
+/// 2^31 / divisor, rounded up: __umulhi(2 n, reciprocal) is n / divisor where n times divisor is
+/// below 2^31.
 constexpr std::uint32_t reciprocal_of(std::int64_t divisor) {
   return static_cast<std::uint32_t>(((std::int64_t{1} << 31) + divisor - 1) / divisor);
 }

@@ -41,8 +41,8 @@ __device__ __forceinline__ void begin_step_kernel(const Params& params, const La
 }
 
 /// Launches a step's kernel over blocks (`blocks`, `groups`, rows), as many rows at a time as a
-/// grid takes. `Config`: a family's, whose launch has warps and shared.bytes. From sm_90 on a
-/// step's launch overlaps with the end of the kernel before it.
+/// grid takes. `Config`: a family's, whose launch has warps and shared.bytes, and
+/// which says whether the launch overlaps with the one before it.
 template <typename Params, typename Launch, typename Config>
 Status launch_step_kernel(const char* name, void (*kernel)(Params, Launch), const Params& params,
                           const Config& config, int max_warps, std::int64_t blocks,

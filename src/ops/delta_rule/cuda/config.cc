@@ -228,6 +228,7 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
       const std::int64_t warps = config.blocks * launch.warps;
       if (warps < std::int64_t{3} * kResident * device.multiprocessors) continue;
     }
+    // Where a head has one decay, eight warps have little to share: smaller blocks end more evenly.
     if (!asked && candidate.tiles == 1 && candidate.warps == 8 && !p.shape.channel_decay) continue;
     launch.shared = plan_shared(p, launch);
     least_bytes = std::min(least_bytes, launch.shared.bytes);

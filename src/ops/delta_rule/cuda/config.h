@@ -38,7 +38,8 @@ constexpr int delta_rule_key_dim(DeltaRuleVariant variant) {
 }
 /// Blocks of eight columns of a product: k and q of four tokens.
 constexpr int delta_rule_column_blocks(DeltaRuleVariant variant) {
-  return variant == DeltaRuleVariant::kAny ? 4 : variant == DeltaRuleVariant::kDraft ? 2 : 1;
+  using enum DeltaRuleVariant;
+  return variant == kAny ? 4 : variant == kDraft || variant == kDirect ? 2 : 1;
 }
 
 /// Tokens that a block prepares together: drafts, or a chunk of a committed row.

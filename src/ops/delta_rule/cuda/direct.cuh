@@ -2,17 +2,16 @@
 // instructions.
 //
 // A warp has a pass of eight rows of one head's state (recurrence.cuh). It asks for everything at
-// once, its rows straight to registers; its block prepares keys, queries and gates together; then
-// it advances its rows through the live records and the tokens in registers, with o_t read from the
-// state after token t. Only a row that flushes or is committed writes them back. Nothing is
-// weighted or multiplied ahead, so the chain from the row to its outputs is two trips to memory,
-// two barriers and the recurrence: nearly as short as plain decoding's. It takes more instructions
-// than kernel.cuh, which is why steps of many rows go there.
+// once, its rows straight to registers; its block, which has rows of one head, prepares keys,
+// queries and gates together; then it advances its rows through the live records and the tokens in
+// registers, with o_t read from the state after token t. Only a row that flushes or is committed
+// writes them back. So the chain from the row to its outputs is two trips to memory, two barriers
+// and the recurrence: nearly as short as plain decoding's. It takes more instructions than
+// kernel.cuh, which is why steps of many rows go there.
 //
-// Live records of a row that only replays are added up from their deltas, S = alpha S + d k, as
-// fast flushes of this kernel do; exact flushes and committed rows re-run the recurrence.
-// Checkpoints are the same bits as kernel.cuh's but after fast flushes; outputs of tentative rows
-// are rounded elsewhere.
+// Live records of a row that only replays are added up from their deltas, as fast flushes do; exact
+// flushes and committed rows re-run the recurrence. Checkpoints are the same bits as kernel.cuh's;
+// outputs of tentative rows are rounded elsewhere.
 #pragma once
 
 #include <cstdint>
@@ -37,12 +36,11 @@ class DeltaRuleDirectKernel
 
   using Preparation = DeltaRulePreparation<State, Act, kChannelDecay, kVariant, kRows>;
   using Preparation::append_keys, Preparation::betas, Preparation::block_threads;
-  using Preparation::decays, Preparation::folded_records;
-  using Preparation::kActPerChunk, Preparation::kKeyDim, Preparation::load_own_channel,
-      Preparation::load_records;
-  using Preparation::load_token_gates, Preparation::load_tokens, Preparation::prepare_channel,
-      Preparation::prepare_fold;
-  using Preparation::prepare_token_gates, Preparation::scale, Preparation::scale_tokens;
+  using Preparation::decays, Preparation::folded_records, Preparation::kActPerChunk;
+  using Preparation::kKeyDim, Preparation::kMaxTokens, Preparation::load_own_channel;
+  using Preparation::load_records, Preparation::load_token_gates, Preparation::load_tokens;
+  using Preparation::prepare_channel, Preparation::prepare_fold, Preparation::prepare_token_gates;
+  using Preparation::scale, Preparation::scale_tokens;
   using Preparation::shared, Preparation::token_channel_decay, Preparation::vector;
   using typename Preparation::GateParameters, typename Preparation::TokenGates;
 
@@ -61,6 +59,7 @@ class DeltaRuleDirectKernel
   using typename Recurrence::PackedTile, typename Recurrence::Tile;
   static_assert(kPassRows == kRows);
   static constexpr int kRowChunks = kRows / kActPerChunk;  // of 16 bytes, of a record's values
+  static_assert(kMaxTokens * kRowChunks <= kWarpLanes);
 
  public:
   static __device__ __forceinline__ void run(const DeltaRuleCudaParams& p,

@@ -1,12 +1,13 @@
 // The Mamba-2 step of few rows, where latency is the time and not bytes or instructions.
 //
 // A warp has a pass of rows (lanes.cuh) of one head of one row of the step. It asks for everything
-// at once, straight to registers: its rows of the state, the records, the first tokens. Then it
-// advances the state through the live records and the tokens in registers, in the plain kernel's
-// order, with y_t read from the state after token t; only a row that flushes or is committed writes
-// it back. Nothing is weighted, staged or waited for by a second warp, so the chain from the row to
-// its outputs is two trips to memory and the recurrence: as short as plain decoding's. It takes
-// more instructions than kernel.cuh, which is why steps of many rows go there.
+// at once: its rows of the state and the first tokens straight to registers, the records to shared
+// memory. Then it advances the state through the live records and the tokens in registers, with y_t
+// read from the state after token t; only a row that flushes or is committed writes it back. So the
+// chain from the row to its outputs is two trips to memory, a barrier and the recurrence: nearly as
+// short as plain decoding's. It takes more instructions than kernel.cuh, which is why steps of many
+// rows go there. What is dear here is instructions, each fetched for one use: loops are not
+// unrolled far.
 //
 // Checkpoints are the same bits as kernel.cuh's; outputs of tentative rows are rounded elsewhere.
 #pragma once
@@ -37,8 +38,8 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
   using Lanes::widen_tile;
   using typename Lanes::PackedColumns, typename Lanes::PackedTile, typename Lanes::Tile;
 
-  static constexpr int kTokens =
-      kWarpLanes / kPassRows;  // of a chunk: a lane has a token and a row
+  // Tokens of a chunk: a lane has a token and a row.
+  static constexpr int kTokens = kWarpLanes / kPassRows;
 
  public:
   static __device__ __forceinline__ void run(const Mamba2CudaParams& p, const Mamba2Launch& launch,

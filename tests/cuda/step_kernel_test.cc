@@ -1,0 +1,142 @@
+// Which kernel a step takes, and whether its launch overlaps: decided on the host, so no GPU is
+// needed.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+
+#include "cuda/step_kernel.h"
+#include "ops/delta_rule/cuda/config.h"
+#include "ops/mamba2/cuda/config.h"
+#include "support/compare.h"
+
+namespace replayssm::cuda {
+namespace {
+
+using testing::refused;
+
+CudaDeviceInfo device_of(int compute_capability) {
+  CudaDeviceInfo info;
+  info.multiprocessors = 132;
+  info.compute_capability = compute_capability;
+  info.shared_per_block = 227 << 10;
+  info.shared_per_multiprocessor = 228 << 10;
+  return info;
+}
+
+Mamba2CudaParams mamba2_params(std::int64_t rows, int draft_capacity = 1) {
+  Mamba2CudaParams p;
+  p.heads = 64;
+  p.head_dim = 64;
+  p.state_size = 128;
+  p.groups = 8;
+  p.limits = {.window = 16, .draft_capacity = draft_capacity};
+  p.activation = DType::kBF16;
+  p.row_count = rows;
+  return p;
+}
+
+DeltaRuleCudaParams delta_rule_params(std::int64_t rows, bool channel_decay,
+                                      int draft_capacity = 1) {
+  DeltaRuleCudaParams p;
+  p.shape = {.key_heads = channel_decay ? 32 : 16,
+             .value_heads = 32,
+             .key_dim = 128,
+             .value_dim = 128,
+             .channel_decay = channel_decay};
+  p.limits = {.window = 16, .draft_capacity = draft_capacity};
+  p.activation = DType::kBF16;
+  p.row_count = rows;
+  return p;
+}
+
+bool is_direct(const Mamba2CudaParams& p, const Mamba2Tuning& tuning = {}) {
+  return choose_mamba2_config(p, device_of(90), tuning).value().variant == Mamba2Variant::kDirect;
+}
+bool is_direct(const DeltaRuleCudaParams& p, const DeltaRuleTuning& tuning = {}) {
+  return choose_delta_rule_config(p, device_of(90), tuning).value().variant ==
+         DeltaRuleVariant::kDirect;
+}
+
+TEST(StepKernel, FewRowsAreDirectAndManyAreStreamed) {
+  for (const int drafts : {1, 4, 8}) {
+    EXPECT_TRUE(is_direct(mamba2_params(1, drafts)));
+    EXPECT_FALSE(is_direct(mamba2_params(64, drafts)));
+    for (const bool channel_decay : {false, true}) {
+      EXPECT_TRUE(is_direct(delta_rule_params(1, channel_decay, drafts)));
+      EXPECT_FALSE(is_direct(delta_rule_params(64, channel_decay, drafts)));
+    }
+  }
+}
+
+TEST(StepKernel, WhatHasNoDirectKernelIsStreamedWhateverIsAsked) {
+  const Mamba2Tuning direct{.kernel = StepKernel::kDirect};
+  Mamba2CudaParams m = mamba2_params(1);
+  m.state_size = 256;
+  EXPECT_FALSE(is_direct(m, direct));
+  m = mamba2_params(1);
+  m.copy.format = ReadCopyFormat::kNvfp4;
+  EXPECT_FALSE(is_direct(m, direct));
+  EXPECT_FALSE(is_direct(mamba2_params(1, 9), direct));
+  DeltaRuleCudaParams d = delta_rule_params(1, true);
+  d.activation = DType::kF32;
+  EXPECT_FALSE(is_direct(d, {.kernel = StepKernel::kDirect}));
+}
+
+TEST(StepKernel, OneCanBeForced) {
+  EXPECT_FALSE(is_direct(mamba2_params(1), {.kernel = StepKernel::kStreamed}));
+  EXPECT_TRUE(is_direct(mamba2_params(256), {.kernel = StepKernel::kDirect}));
+  force_step_kernel(StepKernel::kStreamed);
+  EXPECT_FALSE(is_direct(mamba2_params(1)));
+  EXPECT_FALSE(is_direct(delta_rule_params(1, false)));
+  force_step_kernel(StepKernel::kDirect);
+  EXPECT_TRUE(is_direct(delta_rule_params(256, true)));
+  force_step_kernel(StepKernel::kAuto);
+  EXPECT_TRUE(is_direct(mamba2_params(1)));
+}
+
+TEST(StepKernel, TheEnvironmentsNameIsChecked) {
+  const char* before = std::getenv("REPLAYSSM_CUDA_STEP");
+  const std::string saved = before == nullptr ? "" : before;
+  setenv("REPLAYSSM_CUDA_STEP", "fast", 1);
+  EXPECT_TRUE(refused(requested_step_kernel(), StatusCode::kUnsupported,
+                      {"REPLAYSSM_CUDA_STEP", "'fast'", "streamed or direct"}));
+  setenv("REPLAYSSM_CUDA_STEP", "direct", 1);
+  EXPECT_EQ(requested_step_kernel().value(), StepKernel::kDirect);
+  setenv("REPLAYSSM_CUDA_STEP", "", 1);
+  EXPECT_EQ(requested_step_kernel().value(), StepKernel::kAuto);
+  setenv("REPLAYSSM_CUDA_STEP", saved.c_str(), 1);
+}
+
+// Blocks of two launches have room together, or the second one waits for the first.
+TEST(StepKernel, LaunchesOverlapWhereTwoFindRoom) {
+  const auto overlaps = [](std::int64_t rows, int compute_capability) {
+    return choose_mamba2_config(mamba2_params(rows), device_of(compute_capability))
+        .value()
+        .overlaps;
+  };
+  EXPECT_TRUE(overlaps(1, 90));
+  EXPECT_TRUE(overlaps(1, 100));
+  EXPECT_FALSE(overlaps(1, 80));
+  EXPECT_FALSE(overlaps(8, 90));
+  EXPECT_FALSE(overlaps(256, 90));
+}
+
+// Every run of a block is one head's, and no warp is without one.
+TEST(StepKernel, DirectBlocksHaveNoRest) {
+  for (const std::int64_t dim : {16, 48, 64, 80, 128, 256}) {
+    Mamba2CudaParams m = mamba2_params(1);
+    m.head_dim = dim;
+    const Mamba2CudaConfig config = choose_mamba2_config(m, device_of(90)).value();
+    EXPECT_EQ(config.launch.runs_per_group, config.blocks_per_group * config.launch.warps);
+    EXPECT_EQ(config.launch.runs_per_group, 8 * (dim / 8));
+    DeltaRuleCudaParams d = delta_rule_params(1, false);
+    d.shape.value_dim = dim;
+    const DeltaRuleCudaConfig delta = choose_delta_rule_config(d, device_of(90)).value();
+    EXPECT_EQ(delta.launch.runs_per_head % delta.launch.warps, 0) << dim;
+  }
+}
+
+}  // namespace
+}  // namespace replayssm::cuda
