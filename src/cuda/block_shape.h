@@ -15,13 +15,16 @@ constexpr std::int64_t round_up_to(std::int64_t bytes, std::int64_t multiple) {
   return (bytes + multiple - 1) / multiple * multiple;
 }
 
-/// Whether a launch is to overlap with the one before it (cuda/language.cuh): where blocks of two
-/// such find room together. Else those that come early fill the multiprocessors that are free
-/// first, and the work is shared out unevenly.
-constexpr bool overlaps_launches(const CudaDeviceInfo& device, std::int64_t blocks,
-                                 int blocks_per_multiprocessor) {
-  return device.compute_capability >= 90 &&
-         2 * blocks <= std::int64_t{blocks_per_multiprocessor} * device.multiprocessors;
+/// What a family's configuration has from the device once its blocks are counted. Its launch is to
+/// overlap with the one before it (cuda/language.cuh) where blocks of two such find room together;
+/// else those that come early fill the multiprocessors that are free first, and the work is shared
+/// out unevenly.
+template <typename Config>
+void suit_to_device(const CudaDeviceInfo& device, Config& config) {
+  config.shared_limit = static_cast<std::int32_t>(device.shared_per_block);
+  config.overlaps =
+      device.compute_capability >= 90 &&
+      2 * config.blocks <= std::int64_t{config.blocks_per_multiprocessor} * device.multiprocessors;
 }
 
 /// 2^31 / divisor, rounded up: __umulhi(2 n, reciprocal) is n / divisor where n times divisor is

@@ -18,9 +18,9 @@ void launch_kernel(void (*kernel)(Params...), dim3 blocks, dim3 threads, std::si
 /// The same for a kernel that waits for earlier ones itself (cuda/ptx/grid.cuh): its blocks may be
 /// brought in while the last of the kernel before it are still at work. sm_90 and later.
 template <typename... Params>
-cudaError_t launch_overlapped(void (*kernel)(Params...), dim3 blocks, dim3 threads,
-                              std::size_t shared_bytes, cudaStream_t stream,
-                              std::type_identity_t<Params>... params) {
+void launch_overlapped(void (*kernel)(Params...), dim3 blocks, dim3 threads,
+                       std::size_t shared_bytes, cudaStream_t stream,
+                       std::type_identity_t<Params>... params) {
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -31,7 +31,7 @@ cudaError_t launch_overlapped(void (*kernel)(Params...), dim3 blocks, dim3 threa
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, params...);
+  static_cast<void>(cudaLaunchKernelEx(&config, kernel, params...));  // cudaGetLastError has it
 }
 
 /// A block's dynamic shared memory.

@@ -113,6 +113,32 @@ __device__ __forceinline__ void store_packed(T* to, const Packed<T, kCount>& fro
   }
 }
 
+/// Rows as loaded, as fp32.
+template <typename T, int kCount, int kRows, int kVectors>
+__device__ __forceinline__ void widen_rows(const Packed<T, kCount> (&from)[kRows][kVectors],
+                                           float (&to)[kRows][kVectors * kCount]) {
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) to[row][v * kCount + i] = from[row][v][i];
+    }
+  }
+}
+
+/// What rows lose that are stored as T, of such that went on in registers.
+template <typename T, int kRows, int kColumns>
+__device__ __forceinline__ void round_rows(float (&rows)[kRows][kColumns]) {
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) rows[row][i] = widen(narrow<T>(rows[row][i]));
+    }
+  }
+}
+
 /// Two numbers as a word of f16, the first in its low half.
 __device__ __forceinline__ std::uint32_t f16_pair(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);

@@ -24,15 +24,30 @@ class SharedLayout {
   std::int64_t at_ = 0;
 };
 
+/// What both kernels prepare of keys, tokens and gates: the window's, and those of `chunk` tokens.
+void plan_prepared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch& launch, std::int64_t chunk,
+                   SharedLayout& layout, DeltaRuleShared& plan) {
+  const std::int64_t window = p.limits.window;
+  const auto act_bytes = static_cast<std::int64_t>(size_of(p.activation));
+  const std::int64_t vector = 4 * launch.vector_pitch;
+  plan.raw_tokens = layout.take(2 * chunk * launch.act_pitch * act_bytes);
+  plan.raw_keys = layout.take(window * p.shape.key_dim * act_bytes);
+  plan.vectors = layout.take(2 * chunk * vector);
+  plan.keys = layout.take(window * vector);
+  if (p.shape.channel_decay) {
+    plan.raw_gates = layout.take(chunk * vector);
+    plan.decays = layout.take(4 * (window + chunk) * p.shape.key_dim);
+  }
+  plan.key_scale = layout.take(4 * window);
+  plan.betas = static_cast<std::int32_t>(4 * (window + chunk));
+}
+
 DeltaRuleShared plan_shared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch& launch) {
   const DeltaRuleVariant variant = delta_rule_variant(p);
   const std::int64_t columns = 8 * delta_rule_column_blocks(variant);  // of products
   const std::int64_t chunk = delta_rule_chunk(variant);
   const std::int64_t window = p.limits.window;
-  const std::int64_t entries = window + chunk;
   const auto act_bytes = static_cast<std::int64_t>(size_of(p.activation));
-  const std::int64_t raw = launch.act_pitch * act_bytes;
-  const std::int64_t vector = 4 * launch.vector_pitch;
   DeltaRuleShared plan;
   SharedLayout layout;
   // A stage: a tile of the state, or what a replaying row reads of the copy.
@@ -46,21 +61,12 @@ DeltaRuleShared plan_shared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch&
   plan.stage_bytes = static_cast<std::int32_t>(
       round_up_to(plan.values + window * plan.value_pitch * act_bytes, 128));
   layout.take(std::int64_t{launch.warps} * plan.stage_bytes);
-  plan.raw_tokens = layout.take(2 * chunk * raw);
-  plan.raw_keys = layout.take(window * p.shape.key_dim * act_bytes);
-  plan.vectors = layout.take(2 * chunk * vector);
-  plan.keys = layout.take(window * vector);
-  if (p.shape.channel_decay) {
-    plan.raw_gates = layout.take(chunk * vector);
-    plan.decays = layout.take(4 * entries * p.shape.key_dim);
-    plan.total = layout.take(vector);
-  }
-  plan.key_scale = layout.take(4 * window);
+  plan_prepared(p, launch, chunk, layout, plan);
+  if (p.shape.channel_decay) plan.total = layout.take(4 * launch.vector_pitch);
   plan.scale = layout.take(4 * columns);
   // Groups of eight entries, those of the row's own tokens apart.
   plan.score_stride = static_cast<std::int32_t>(round_up_to(window, 8) + round_up_to(chunk, 8) + 4);
   plan.scores = layout.take(4 * columns * plan.score_stride);
-  plan.betas = static_cast<std::int32_t>(4 * entries);
   plan.weights = static_cast<std::int32_t>(round_up_to(2 * plan.betas, 16));
   plan.weight_stride = static_cast<std::int32_t>(round_up_to(window, 16) + 4);
   plan.head_bytes = static_cast<std::int32_t>(
@@ -71,29 +77,17 @@ DeltaRuleShared plan_shared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch&
   return plan;
 }
 
-/// Of the direct kernel: what it prepares of plan_shared's, chunks of T tokens.
+/// Of the direct kernel: chunks of T tokens, and values for a warp's rows.
 DeltaRuleShared plan_direct_shared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch& launch) {
   const std::int64_t chunk = p.limits.draft_capacity;
-  const std::int64_t window = p.limits.window;
-  const std::int64_t entries = window + chunk;
-  const auto act_bytes = static_cast<std::int64_t>(size_of(p.activation));
-  const std::int64_t vector = 4 * launch.vector_pitch;
+  const std::int64_t entries = p.limits.window + chunk;
   DeltaRuleShared plan;
   SharedLayout layout;
-  plan.stage_bytes =
-      static_cast<std::int32_t>(round_up_to(entries * kDeltaRuleDirectRows * act_bytes, 16));
+  plan.stage_bytes = static_cast<std::int32_t>(round_up_to(
+      entries * kDeltaRuleDirectRows * static_cast<std::int64_t>(size_of(p.activation)), 16));
   layout.take(std::int64_t{launch.warps} * plan.stage_bytes);
-  plan.raw_tokens = layout.take(2 * chunk * launch.act_pitch * act_bytes);
-  plan.raw_keys = layout.take(window * p.shape.key_dim * act_bytes);
-  plan.vectors = layout.take(2 * chunk * vector);
-  plan.keys = layout.take(window * vector);
-  if (p.shape.channel_decay) {
-    plan.raw_gates = layout.take(chunk * vector);
-    plan.decays = layout.take(4 * entries * p.shape.key_dim);
-  }
-  plan.key_scale = layout.take(4 * window);
+  plan_prepared(p, launch, chunk, layout, plan);
   plan.scale = layout.take(4 * 2 * chunk);
-  plan.betas = static_cast<std::int32_t>(4 * entries);
   plan.head_bytes = static_cast<std::int32_t>(round_up_to(2 * plan.betas, 16));
   plan.head = layout.take(plan.head_bytes);
   plan.bytes = layout.bytes();
@@ -142,8 +136,7 @@ DeltaRuleCudaConfig direct_config(const DeltaRuleCudaParams& p, const CudaDevice
   config.blocks_per_multiprocessor =
       blocks_that_fit(device, config.launch.shared.bytes, config.launch.warps,
                       kDeltaRuleResidentBlocks * kDeltaRuleMaxWarps);
-  config.shared_limit = static_cast<std::int32_t>(device.shared_per_block);
-  config.overlaps = overlaps_launches(device, config.blocks, config.blocks_per_multiprocessor);
+  suit_to_device(device, config);
   return config;
 }
 
@@ -236,8 +229,7 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
         blocks_that_fit(device, launch.shared.bytes, launch.warps, kResident);
     if (config.blocks_per_multiprocessor == 0) continue;
     config.reason = asked ? "as asked" : candidate.reason;
-    config.shared_limit = static_cast<std::int32_t>(device.shared_per_block);
-    config.overlaps = overlaps_launches(device, config.blocks, config.blocks_per_multiprocessor);
+    suit_to_device(device, config);
     return config;
   }
   return unsupported("a block needs ", least_bytes, " bytes of shared memory for window ",

@@ -39,7 +39,7 @@ class DeltaRuleDirectKernel
   using Preparation::decays, Preparation::folded_records, Preparation::kActPerChunk;
   using Preparation::kKeyDim, Preparation::kMaxTokens, Preparation::load_own_channel;
   using Preparation::load_records, Preparation::load_token_gates, Preparation::load_tokens;
-  using Preparation::prepare_channel, Preparation::prepare_fold, Preparation::prepare_token_gates;
+  using Preparation::prepare_channels, Preparation::prepare_fold, Preparation::prepare_token_gates;
   using Preparation::scale, Preparation::scale_tokens;
   using Preparation::shared, Preparation::token_channel_decay, Preparation::vector;
   using typename Preparation::GateParameters, typename Preparation::TokenGates;
@@ -65,13 +65,12 @@ class DeltaRuleDirectKernel
   static __device__ __forceinline__ void run(const DeltaRuleCudaParams& p,
                                              const DeltaRuleLaunch& launch, unsigned char* shared) {
     DeltaRuleDirectKernel kernel(p, launch, shared);
-    kernel.read_row();
+    kernel.read_row(p.rows);
     if (kernel.kind == PlannedRow::kPadding) {
       kernel.zero_outputs();
       return;
     }
-    // Without tokens there is nothing to do but fold.
-    if (kernel.token_count == 0 && (kernel.live == 0 || kernel.kind == PlannedRow::kReplay)) return;
+    if (kernel.has_nothing_to_do()) return;
     kernel.step();
   }
 
@@ -121,11 +120,7 @@ class DeltaRuleDirectKernel
     const bool append = own > 0 && is_first_of_key();
     scale_tokens(count, true);
     prepare_token_gates(gates.token, first, count, own > 0);
-    if constexpr (kChannelDecay) {
-      for (int i = thread; i < count * kKeyDim; i += block_threads()) {
-        prepare_channel(i / kKeyDim, i % kKeyDim, gates.channel, append);
-      }
-    }
+    prepare_channels(count, gates.channel, append);
     if (append) append_keys();
   }
 

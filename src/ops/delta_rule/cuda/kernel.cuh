@@ -53,7 +53,7 @@ class DeltaRuleStepKernel
       Preparation::kMasked, Preparation::kMaxTokens;
   using Preparation::load_own_channel, Preparation::load_token_gates;
   using Preparation::load_records, Preparation::load_tokens, Preparation::own_weights;
-  using Preparation::prepare_channel, Preparation::prepare_fold, Preparation::prepare_scores;
+  using Preparation::prepare_channels, Preparation::prepare_fold, Preparation::prepare_scores;
   using Preparation::prepare_token_gates, Preparation::prepare_weights, Preparation::raw_token;
   using Preparation::scale, Preparation::scale_tokens, Preparation::shared;
   using Preparation::state_weights, Preparation::token_channel_decay, Preparation::total;
@@ -100,13 +100,12 @@ class DeltaRuleStepKernel
   static __device__ __forceinline__ void run(const DeltaRuleCudaParams& p,
                                              const DeltaRuleLaunch& launch, unsigned char* shared) {
     DeltaRuleStepKernel kernel(p, launch, shared);
-    kernel.read_row();
+    kernel.read_row(p.rows);
     if (kernel.kind == PlannedRow::kPadding) {
       kernel.zero_outputs();
       return;
     }
-    // Without tokens there is nothing to do but fold.
-    if (kernel.token_count == 0 && (kernel.live == 0 || kernel.kind == PlannedRow::kReplay)) return;
+    if (kernel.has_nothing_to_do()) return;
     kernel.init_barriers();
     kernel.fill(0);
     if (kernel.kind == PlannedRow::kReplay) {
@@ -586,12 +585,7 @@ class DeltaRuleStepKernel
                                                 const GateParameters& own_channel) const {
     const int count = chunk_length(first);
     scale_tokens(count, true);
-    if constexpr (kChannelDecay) {
-      for (int i = thread; i < count * kKeyDim; i += block_threads()) {
-        const int n = i % kKeyDim;
-        if (!kMasked || n < key_dim()) prepare_channel(i / kKeyDim, n, own_channel, false);
-      }
-    }
+    prepare_channels(count, own_channel, false);
   }
 
   /// All tokens through kPassRows rows of a tile; `again`: the first chunk has to be prepared anew;

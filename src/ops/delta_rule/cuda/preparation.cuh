@@ -363,6 +363,17 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     return factor;
   }
 
+  /// Decays of all channels for the loaded tokens.
+  __device__ __forceinline__ void prepare_channels(int count, const GateParameters& own_channel,
+                                                   bool append) const {
+    if constexpr (kChannelDecay) {
+      for (int i = thread; i < count * kKeyDim; i += block_threads()) {
+        const int n = i % kKeyDim;
+        if (!kMasked || n < key_dim()) prepare_channel(i / kKeyDim, n, own_channel, append);
+      }
+    }
+  }
+
   __device__ __forceinline__ void append_keys() const {
     const int chunks = key_dim() / kActPerChunk;
     for (int i = thread; i < own * chunks; i += block_threads()) {

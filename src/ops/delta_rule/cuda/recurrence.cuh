@@ -90,14 +90,7 @@ class DeltaRuleRecurrence {
     return out;
   }
   static __device__ __forceinline__ void widen_tile(const PackedTile& from, Tile& tile) {
-#pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) tile.s[s][v * kVector + i] = from.vector[s][v][i];
-      }
-    }
+    widen_rows(from.vector, tile.s);
   }
 
   __device__ __forceinline__ void read_tile(const State* from, bool is_zero, Tile& tile) const {
@@ -126,15 +119,7 @@ class DeltaRuleRecurrence {
   }
 
   /// What the stored state loses of a tile that went on in registers.
-  static __device__ __forceinline__ void round_tile(Tile& tile) {
-    if constexpr (sizeof(State) == 2) {
-#pragma unroll
-      for (int s = 0; s < kSlots; ++s) {
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) tile.s[s][i] = widen(narrow<State>(tile.s[s][i]));
-      }
-    }
-  }
+  static __device__ __forceinline__ void round_tile(Tile& tile) { round_rows<State>(tile.s); }
 
   /// This lane's columns of a vector in shared memory; zero where there are none.
   template <typename T>

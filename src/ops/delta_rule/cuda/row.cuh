@@ -8,20 +8,20 @@
 #include "cuda/warp.cuh"
 #include "ops/delta_rule/cuda/config.h"
 #include "ops/delta_rule/cuda/params.h"
+#include "state/cuda/row_of_step.cuh"
 
 namespace replayssm::cuda {
 
 /// kRows: of a tile.
 template <typename State, typename Act, int kRows = kDeltaRuleTileRows>
-class DeltaRuleRow {
+class DeltaRuleRow : protected RowOfStep {
  protected:
   __device__ __forceinline__ DeltaRuleRow(const DeltaRuleCudaParams& params,
                                           const DeltaRuleLaunch& shape)
-      : p(params), launch(shape) {
+      : RowOfStep(params.limits), p(params), launch(shape) {
     thread = static_cast<int>(threadIdx.x);
     lane = thread % kWarpLanes;
     warp = thread / kWarpLanes;
-    places = static_cast<int>(p.limits.record_places());
     key_head = static_cast<int>(blockIdx.y);
     const int run = static_cast<int>(blockIdx.x) * launch.warps + warp;
     // A key head's last block may have warps without a run.
@@ -33,21 +33,6 @@ class DeltaRuleRow {
     head = key_head * launch.heads_per_key + head_in_key;
     tile_count = has_run ? min(launch.tiles, launch.tiles_per_head - first_tile) : 0;
     first_row = first_tile * kRows;
-  }
-
-  __device__ __forceinline__ void read_row() {
-    const auto* at = reinterpret_cast<const uint4*>(p.rows + blockIdx.z);
-    const uint4 words[2] = {at[0], at[1]};
-    PlannedRow r;
-    memcpy(&r, words, sizeof(r));
-    kind = r.kind;
-    token_begin = r.token_begin;
-    token_count = r.token_count;
-    slot = r.slot;
-    live = r.live;
-    first_place = r.first_place;
-    zero = r.zero;
-    own = kind == PlannedRow::kCommitted ? 0 : static_cast<int>(token_count);
   }
 
   /// Records are folded by re-running the recurrence from their v, and not by their deltas.
@@ -78,10 +63,6 @@ class DeltaRuleRow {
 
   // ---- Addresses ----
 
-  __device__ __forceinline__ int place(int entry) const {
-    const int at = first_place + entry;
-    return at < places ? at : at - places;
-  }
   /// The run's first tile; others follow it.
   __device__ __forceinline__ State* state() const {
     return static_cast<State*>(p.state) + slot * p.state_slot_stride + head * p.state_head_stride +
@@ -170,17 +151,9 @@ class DeltaRuleRow {
 
   const DeltaRuleCudaParams& p;
   const DeltaRuleLaunch& launch;
-  int thread, lane, warp, places;
+  int thread, lane, warp;
   int key_head, head;
   int first_row, tile_count;  // of the run
-
-  std::int64_t token_begin, token_count;
-  int slot;
-  int live;         // records to replay or fold
-  int first_place;  // of the oldest
-  int own;          // tokens a tentative row appends; 0 for a committed row
-  PlannedRow::Kind kind;
-  bool zero;  // the checkpoint is zero by definition and never loaded
 };
 
 }  // namespace replayssm::cuda

@@ -130,8 +130,7 @@ Mamba2CudaConfig direct_config(const Mamba2CudaParams& p, const CudaDeviceInfo& 
   config.blocks_per_multiprocessor =
       blocks_that_fit(device, launch.shared.bytes, launch.warps,
                       kMamba2MaxWarps * mamba2_resident_blocks(config.variant));
-  config.shared_limit = static_cast<std::int32_t>(device.shared_per_block);
-  config.overlaps = overlaps_launches(device, config.blocks, config.blocks_per_multiprocessor);
+  suit_to_device(device, config);
   return config;
 }
 
@@ -235,8 +234,7 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
                        " and state size ", p.state_size, "; the device allows ",
                        device.shared_per_block);
   }
-  best.shared_limit = static_cast<std::int32_t>(device.shared_per_block);
-  best.overlaps = overlaps_launches(device, best.blocks, best.blocks_per_multiprocessor);
+  suit_to_device(device, best);
   return best;
 }
 

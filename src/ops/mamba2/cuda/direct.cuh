@@ -45,13 +45,12 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
   static __device__ __forceinline__ void run(const Mamba2CudaParams& p, const Mamba2Launch& launch,
                                              unsigned char* shared) {
     Mamba2DirectKernel kernel(p, launch, shared);
-    kernel.read_row();
+    kernel.read_row(p.rows);
     if (kernel.kind == PlannedRow::kPadding) {
       kernel.zero_rows();
       return;
     }
-    // Without tokens there is nothing to do but fold.
-    if (kernel.token_count == 0 && (kernel.live == 0 || kernel.kind == PlannedRow::kReplay)) return;
+    if (kernel.has_nothing_to_do()) return;
     kernel.step();
   }
 

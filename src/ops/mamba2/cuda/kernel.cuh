@@ -73,7 +73,7 @@ class Mamba2StepKernel
   static __device__ __forceinline__ void run(const Mamba2CudaParams& p, const Mamba2Launch& launch,
                                              unsigned char* shared) {
     Mamba2StepKernel kernel(p, launch, shared);
-    kernel.read_row();
+    kernel.read_row(p.rows);
     if (!kernel.find_work()) return;
     if (kernel.kind == PlannedRow::kPadding) {
       kernel.zero_outputs();

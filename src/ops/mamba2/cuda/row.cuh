@@ -8,11 +8,12 @@
 #include "cuda/warp.cuh"
 #include "ops/mamba2/cuda/config.h"
 #include "ops/mamba2/cuda/params.h"
+#include "state/cuda/row_of_step.cuh"
 
 namespace replayssm::cuda {
 
 template <typename State, typename Act, int kStateSize>
-class Mamba2Row {
+class Mamba2Row : protected RowOfStep {
  protected:
   struct Position {
     int head;
@@ -20,10 +21,9 @@ class Mamba2Row {
   };
 
   __device__ __forceinline__ Mamba2Row(const Mamba2CudaParams& params, const Mamba2Launch& shape)
-      : p(params), launch(shape) {
+      : RowOfStep(params.limits), p(params), launch(shape) {
     lane = static_cast<int>(threadIdx.x) % kWarpLanes;
     warp = static_cast<int>(threadIdx.x) / kWarpLanes;
-    places = p.limits.record_places();
   }
 
   /// The warp's group and tiles, by the kind of its row; false if there is nothing left for it.
@@ -37,21 +37,6 @@ class Mamba2Row {
     group_head = group * launch.heads_per_group;
     first_tile = position(tile_begin);
     return true;
-  }
-
-  __device__ __forceinline__ void read_row() {
-    const auto* at = reinterpret_cast<const uint4*>(p.rows + blockIdx.z);
-    const uint4 words[2] = {at[0], at[1]};
-    PlannedRow r;
-    memcpy(&r, words, sizeof(r));
-    kind = r.kind;
-    token_begin = r.token_begin;
-    token_count = r.token_count;
-    slot = r.slot;
-    live = r.live;
-    first_place = r.first_place;
-    zero = r.zero;
-    own = kind == PlannedRow::kCommitted ? 0 : static_cast<int>(token_count);
   }
 
   __device__ __forceinline__ void zero_outputs() const {
@@ -69,11 +54,6 @@ class Mamba2Row {
     const int head = static_cast<int>(static_cast<unsigned>(tile) /
                                       static_cast<unsigned>(launch.tiles_per_head));
     return {group_head + head, (tile - head * launch.tiles_per_head) * kTileRows};
-  }
-
-  __device__ __forceinline__ int place(int entry) const {
-    const int at = first_place + entry;
-    return at < places ? at : at - places;
   }
 
   __device__ __forceinline__ State* state(const Position& at) const {
@@ -123,18 +103,10 @@ class Mamba2Row {
 
   const Mamba2CudaParams& p;
   const Mamba2Launch& launch;
-  int lane, warp, places;
+  int lane, warp;
   int group;
   int group_head, tile_begin, tile_end;
   Position first_tile;
-
-  std::int64_t token_begin, token_count;
-  int slot;
-  int live;         // records to replay or fold
-  int first_place;  // of the oldest
-  int own;          // tokens a tentative row appends; 0 for a committed row
-  PlannedRow::Kind kind;
-  bool zero;  // the checkpoint is zero by definition and never loaded
 };
 
 }  // namespace replayssm::cuda

@@ -12,11 +12,10 @@ void launch_kernel(void (*kernel)(Params...), dim3 blocks, dim3 threads, std::si
 }
 
 template <typename... Params>
-cudaError_t launch_overlapped(void (*kernel)(Params...), dim3 blocks, dim3 threads,
-                              std::size_t shared_bytes, cudaStream_t stream,
-                              std::type_identity_t<Params>... params) {
+void launch_overlapped(void (*kernel)(Params...), dim3 blocks, dim3 threads,
+                       std::size_t shared_bytes, cudaStream_t stream,
+                       std::type_identity_t<Params>... params) {
   launch_kernel(kernel, blocks, threads, shared_bytes, stream, params...);
-  return cudaSuccess;
 }
 
 inline unsigned char* dynamic_shared() { return emulation::dynamic_shared(); }
