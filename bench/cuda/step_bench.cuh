@@ -302,6 +302,7 @@ class Runner {
     p.copy = take_copy(c, slots);
     p.row_count = c.batch;
     p.token_count = tokens;
+    p.plain = c.mode == Mode::kPlain;
 
     Outcome out;
     const std::vector<PlannedRow*> planned = plan(c, slots, copies, out);

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/query.h"
+#include "replayssm/dtype.h"
 #include "replayssm/status.h"
 
 namespace replayssm::cuda {
@@ -27,7 +28,18 @@ void force_step_kernel(StepKernel kernel);
 Result<bool> takes_direct_kernel(StepKernel asked, std::int64_t state_rows, std::int64_t most,
                                  const CudaDeviceInfo& device);
 
+/// `most` of a step that takes the direct kernel for any number of rows.
+inline constexpr std::int64_t kAnyNumberOfRows = std::int64_t{1} << 48;
+/// Whether it does: plain decoding of f32 states prepares next to nothing for many rows to share,
+/// and writes what it has in registers. With two-byte states it has too much to convert.
+template <typename Params>
+bool takes_direct_kernel_always(const Params& p) {
+  return p.plain && p.checkpoint == DType::kF32;
+}
+
 /// Why, for people.
 inline constexpr const char* kDirectReason = "few rows: their state goes straight to registers";
+inline constexpr const char* kDirectPlainReason =
+    "plain decoding: the state goes to registers and back";
 
 }  // namespace replayssm::cuda

@@ -70,6 +70,36 @@ TEST(StepKernel, FewRowsAreDirectAndManyAreStreamed) {
   }
 }
 
+TEST(StepKernel, PlainDecodingOfF32StatesIsDirectForAnyNumberOfRows) {
+  Mamba2CudaParams m = mamba2_params(512);
+  m.plain = true;
+  EXPECT_TRUE(is_direct(m));
+  m.checkpoint = DType::kBF16;
+  EXPECT_FALSE(is_direct(m));
+  for (const bool channel_decay : {false, true}) {
+    DeltaRuleCudaParams d = delta_rule_params(512, channel_decay);
+    d.plain = true;
+    EXPECT_TRUE(is_direct(d));
+    d.checkpoint = DType::kBF16;
+    EXPECT_FALSE(is_direct(d));
+  }
+}
+
+// Warps that a key head's runs do not fill are left out, not left idle.
+TEST(StepKernel, BlocksShareTheRunsOfAKeyHeadEvenly) {
+  for (const std::int64_t value_heads : {16, 32, 48, 64, 80, 128}) {
+    for (const DType checkpoint : {DType::kF32, DType::kBF16}) {
+      DeltaRuleCudaParams p = delta_rule_params(256, false);
+      p.shape.value_heads = value_heads;
+      p.checkpoint = checkpoint;
+      const DeltaRuleCudaConfig config = choose_delta_rule_config(p, device_of(90)).value();
+      EXPECT_LT(config.blocks_per_key * config.launch.warps - config.launch.runs_per_key,
+                config.blocks_per_key)
+          << value_heads << " value heads: " << config.to_string();
+    }
+  }
+}
+
 TEST(StepKernel, WhatHasNoDirectKernelIsStreamedWhateverIsAsked) {
   const Mamba2Tuning direct{.kernel = StepKernel::kDirect};
   Mamba2CudaParams m = mamba2_params(1);

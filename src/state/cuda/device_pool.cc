@@ -182,6 +182,9 @@ class CudaPool final : public DevicePool {
     RSSM_RETURN_IF_ERROR(check_row_count(static_cast<std::int64_t>(rows.size())));
     RSSM_RETURN_IF_ERROR(launch("upload of a step's rows",
                                 [&] { launch_put_rows(table_, rows, cuda_stream(stream)); }));
+    plain_ = std::all_of(rows.begin(), rows.end(), [](const StepRow& row) {
+      return row.slot < 0 || (row.kind == RowKind::kCommitted && row.token_count <= 1);
+    });
     return begin(stream,
                  {.rows = table_.incoming,
                   .row_count = static_cast<std::int64_t>(rows.size()),
@@ -201,6 +204,7 @@ class CudaPool final : public DevicePool {
       return invalid_argument("rows is at an address that is ", rest, " mod ", alignof(DeviceRow),
                               ", expected 0");
     }
+    plain_ = false;
     return begin(stream, rows, SlotCondition::kReady);
   }
   Status commit(Stream stream, std::span<const std::int64_t> accepted) override {
@@ -337,7 +341,7 @@ class CudaPool final : public DevicePool {
   LayerKernels layer_kernels(int layer) const {
     LayerKernels kernels(options_.layers[index(layer)], options_);
     kernels.point_at_pages(layouts_[index(layer)], page(layer, 0), plan_.stride[index(layer)]);
-    kernels.set_rows(planned_, row_count_);
+    kernels.set_rows(planned_, row_count_, plain_);
     kernels.set_mamba2_a(a_[index(layer)]);
     return kernels;
   }
@@ -354,6 +358,7 @@ class CudaPool final : public DevicePool {
   PlannedRow* fold_plan_ = nullptr;  // one of them, planned
   std::vector<float*> a_;            // by layer: (heads), or null: not a Mamba-2 layer
   std::int64_t row_count_ = 0;
+  bool plain_ = false;           // whether the step's rows are known to be plain decoding
   bool spread_flushes_ = false;  // in plans
 };
 

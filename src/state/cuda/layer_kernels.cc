@@ -123,11 +123,12 @@ void LayerKernels::point_at_ring(const Field& field, void* ring, std::int64_t pl
 void LayerKernels::set_limits(ReplayLimits limits) {
   std::visit([&](auto& p) { p.limits = limits; }, params_);
 }
-void LayerKernels::set_rows(const PlannedRow* rows, std::int64_t row_count) {
+void LayerKernels::set_rows(const PlannedRow* rows, std::int64_t row_count, bool plain) {
   std::visit(
       [&](auto& p) {
         p.rows = rows;
         p.row_count = row_count;
+        p.plain = plain;
       },
       params_);
 }

@@ -28,7 +28,8 @@ class LayerKernels {
   /// Points a record field at a ring of its own, (outer, places, inner) of one slot.
   void point_at_ring(const Field& field, void* ring, std::int64_t places);
   void set_limits(ReplayLimits limits);
-  void set_rows(const PlannedRow* rows, std::int64_t row_count);
+  /// `plain`: as the kernels' parameters have it.
+  void set_rows(const PlannedRow* rows, std::int64_t row_count, bool plain = false);
   void set_mamba2_a(const float* a);
 
   template <typename Params>

@@ -107,7 +107,9 @@ DeltaRuleLaunch cut_heads(const DeltaRuleCudaParams& p, int tile_rows, int tiles
   launch.runs_per_head = (launch.tiles_per_head + launch.tiles - 1) / launch.tiles;
   launch.head_of_run = reciprocal_of(launch.runs_per_head);
   launch.runs_per_key = launch.runs_per_head * launch.heads_per_key;
-  launch.warps = std::min(warps, launch.runs_per_key);
+  // No block with warps to spare while another has all it may.
+  const std::int32_t blocks = (launch.runs_per_key + warps - 1) / warps;
+  launch.warps = (launch.runs_per_key + blocks - 1) / blocks;
   return launch;
 }
 
@@ -126,7 +128,7 @@ DeltaRuleCudaConfig direct_config(const DeltaRuleCudaParams& p, const CudaDevice
   constexpr int kWarps = 4;
   DeltaRuleCudaConfig config;
   config.variant = DeltaRuleVariant::kDirect;
-  config.reason = kDirectReason;
+  config.reason = takes_direct_kernel_always(p) ? kDirectPlainReason : kDirectReason;
   // A block has rows of one head, so that its warps share the head's gates.
   const int warps = warps_that_divide(p.shape.value_dim / kDeltaRuleDirectRows,
                                       tuning.warps != 0 ? tuning.warps : kWarps);
@@ -170,7 +172,9 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
     return unsupported(p.shape.key_heads, " key heads; a launch allows ", kMostInGrid);
   }
   if (has_direct_kernel(p)) {
-    const std::int64_t most_rows = p.shape.channel_decay ? 256 : 192;  // measured on an H200
+    const std::int64_t most_rows = takes_direct_kernel_always(p) ? kAnyNumberOfRows
+                                   : p.shape.channel_decay       ? 256
+                                                                 : 192;  // measured on an H200
     RSSM_ASSIGN_OR_RETURN(
         const bool is_direct,
         takes_direct_kernel(tuning.kernel, p.shape.value_heads * p.shape.value_dim * p.row_count,

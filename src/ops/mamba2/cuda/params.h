@@ -27,6 +27,7 @@ struct Mamba2CudaParams {
   const PlannedRow* rows = nullptr;  // (rows), in the order in which they are begun
   std::int64_t row_count = 0;
   std::int64_t token_count = 0;  // tokens of the operands
+  bool plain = false;  // whether the host knows that no row is tentative or has several tokens
 
   // State of one layer. The record of position p lies at place p mod limits.record_places().
   void* state = nullptr;     // (slots, heads, head_dim, state_size) checkpoint type
