@@ -2,6 +2,7 @@
 //
 //   mamba2_cuda_bench [--quick] [--sweep] [--filter TEXT] [--commit ID] [--out FILE]
 #include "ops/mamba2/cuda/launch.h"
+#include "ops/mamba2/deferred_decay.h"
 #include "replayssm/ops/mamba2.h"
 #include "step_bench.cuh"
 
@@ -73,6 +74,10 @@ class Mamba2Family {
     p.ring_x = arenas.numbers.take<char>(sized(slots * p.ring_x_slot_stride * c.act_bytes()));
     p.ring_b = arenas.numbers.take<char>(sized(slots * p.ring_b_slot_stride * c.act_bytes()));
     p.ring_dt = arenas.positive.take<float>(sized(slots * p.ring_dt_slot_stride));
+    if (defers_decay(c.checkpoint)) {
+      p.deferred_slot_stride = g.heads * (g.head_dim / kDeferredRows);
+      p.deferred = arenas.positive.take<float>(sized(slots * p.deferred_slot_stride));
+    }
     p.a = a_;
     p.d = d_;
     p.x_token_stride = p.y_token_stride = g.x();

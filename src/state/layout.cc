@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "ops/delta_rule/shape.h"
+#include "ops/mamba2/deferred_decay.h"
 #include "state/device_pool.h"
 
 namespace replayssm {
@@ -151,6 +152,13 @@ class RecurrenceFields {
  private:
   void add(const Mamba2Shape& shape) {
     checkpoint(shape.heads, shape.head_dim * shape.state_size);
+    if (defers_decay(options_.checkpoint)) {
+      add_field(layout_, {.name = "deferred_decay",
+                          .kind = FieldKind::kCheckpoint,
+                          .dtype = DType::kF32,
+                          .outer = shape.heads,
+                          .inner = shape.head_dim / kDeferredRows});
+    }
     record("x", options_.activation, shape.heads, shape.head_dim);
     record("b", options_.activation, shape.groups, shape.state_size);
     record("dt", DType::kF32, shape.heads, 1);
@@ -272,6 +280,13 @@ void checkpoint_from_cuda(const RecurrenceShape& shape, const Field& field, cons
 void checkpoint_to_cuda(const RecurrenceShape& shape, const Field& field, const std::byte* from,
                         std::byte* to) {
   convert_checkpoint(shape, field, from, to, true);
+}
+
+std::size_t PageLayout::deferred_decay_offset() const {
+  for (const Field& f : fields) {
+    if (std::strcmp(f.name, "deferred_decay") == 0) return f.offset - field("checkpoint").offset;
+  }
+  return 0;
 }
 
 ReadCopy PageLayout::read_copy_in(std::byte* page) const {

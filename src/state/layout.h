@@ -16,7 +16,7 @@
 namespace replayssm {
 
 enum class FieldKind : std::uint8_t {
-  kCheckpoint,  // places == 1
+  kCheckpoint,  // places == 1; a layer may have more than one, the states first
   kReadCopy,    // places == 1; made from the checkpoint
   kRecord,      // a ring over positions, window + draft_capacity places
   kConv,        // a ring over positions of raw convolution inputs
@@ -45,6 +45,9 @@ struct PageLayout {
   ReadCopyShape read_copy;
 
   const Field& field(const char* name) const;
+  /// Bytes from a page's checkpoint to the decays that were deferred in it
+  /// (ops/mamba2/deferred_decay.h); 0 if there are none.
+  std::size_t deferred_decay_offset() const;
   /// Where the read copy lies in a page; one that does not exist if the layer has none.
   ReadCopy read_copy_in(std::byte* page) const;
   std::size_t read_copy_bytes() const;

@@ -20,7 +20,7 @@ namespace replayssm {
 namespace {
 
 constexpr char kMagic[8] = {'R', 'S', 'S', 'M', 'S', 'L', 'O', 'T'};
-constexpr std::uint32_t kVersion = 2;
+constexpr std::uint32_t kVersion = 3;
 
 /// The numbers that make two layers' states exchangeable, with names for messages.
 struct Geometry {
@@ -287,7 +287,7 @@ Status StatePool::Impl::load(const CpuContext& cpu, const CudaContext* cuda, std
         } else {
           std::memcpy(data, saved.data(), saved.size());
         }
-        checkpoint = data;
+        if (checkpoint == nullptr) checkpoint = data;
       } else if (f.kind == FieldKind::kConv) {
         const std::int64_t begin = conv_history_begin(spec, image.conv_from);
         const std::int64_t first = std::max(begin, pool.conv_first(layer, cursor));

@@ -169,11 +169,13 @@ Mamba2Tuning any_kernel(Harness& h) {
 TEST_F(Mamba2Cuda, FlushIsBitEqualToPlainDecoding) {
   for (const DType activation : {DType::kF32, DType::kBF16}) {
     for (const ReplayLimits limit : {limits_of(16, 4), limits_of(16, 1), limits_of(5, 3)}) {
+      // Decays of one of them vanish.
       Case c{.shape = {.heads = 4, .head_dim = 80, .state_size = 128, .groups = 2},
              .limits = limit,
              .activation = activation,
              .slots = 2,
              .seed = 11};
+      if (limit.window == 5) c.most_a = 200.0f;
       Harness h(c);
       std::vector<Mamba2Token> waiting;  // accepted by slot 0, not yet given to slot 1
       int flushes = 0;
@@ -231,18 +233,19 @@ TEST_F(Mamba2Cuda, EveryConfigurationGivesTheSameBits) {
       if (HasFatalFailure()) return;
       std::vector<Row> rows = h.random_rows();
       rows.push_back({RowKind::kTentative, -1, h.tokens(1)});
-      DeviceBytes* buffers[] = {&h.state, &h.ring_x, &h.ring_b, &h.ring_dt};
-      std::vector<unsigned char> before[4];
-      for (int i = 0; i < 4; ++i) before[i] = buffers[i]->download();
+      const auto buffers = h.buffers();
+      std::array<std::vector<unsigned char>, buffers.size()> before, want;
+      for (std::size_t i = 0; i < buffers.size(); ++i) before[i] = buffers[i]->download();
       h.step(rows, {.kernel = StepKernel::kStreamed});
       if (HasFatalFailure()) return;
       const std::vector<unsigned char> want_y = h.y.download();
-      std::vector<unsigned char> want[4];
-      for (int i = 0; i < 4; ++i) want[i] = buffers[i]->download();
+      for (std::size_t i = 0; i < buffers.size(); ++i) want[i] = buffers[i]->download();
       for (const int warps : {1, 2, 3, 4}) {
         for (const int stages : {1, 2, 3}) {
           for (const int tiles : {1, 3, 4, 16, 1000}) {
-            for (int i = 0; i < 4; ++i) buffers[i]->upload(before[i].data(), before[i].size());
+            for (std::size_t i = 0; i < buffers.size(); ++i) {
+              buffers[i]->upload(before[i].data(), before[i].size());
+            }
             h.y.fill(0xff);
             const Status status = h.launch({.kernel = StepKernel::kStreamed,
                                             .warps = warps,
@@ -256,7 +259,7 @@ TEST_F(Mamba2Cuda, EveryConfigurationGivesTheSameBits) {
                      std::to_string(stages) + " tiles " + std::to_string(tiles);
             };
             ASSERT_TRUE(h.y.download() == want_y) << label();
-            for (int i = 0; i < 4; ++i) {
+            for (std::size_t i = 0; i < buffers.size(); ++i) {
               ASSERT_TRUE(buffers[i]->download() == want[i]) << label() << " buffer " << i;
             }
           }
@@ -345,10 +348,10 @@ TEST_F(Mamba2Cuda, GraphReplayIsBitEqualToEager) {
     ASSERT_CUDA(cudaGraphLaunch(exec, stream));
     ASSERT_CUDA(cudaStreamSynchronize(stream));
     ASSERT_TRUE(graph.y.download() == eager.y.download()) << "replay " << i;
-    ASSERT_TRUE(graph.state.download() == eager.state.download()) << "replay " << i;
-    ASSERT_TRUE(graph.ring_x.download() == eager.ring_x.download()) << "replay " << i;
-    ASSERT_TRUE(graph.ring_b.download() == eager.ring_b.download()) << "replay " << i;
-    ASSERT_TRUE(graph.ring_dt.download() == eager.ring_dt.download()) << "replay " << i;
+    for (std::size_t b = 0; b < graph.buffers().size(); ++b) {
+      ASSERT_TRUE(graph.buffers()[b]->download() == eager.buffers()[b]->download())
+          << "replay " << i << " buffer " << b;
+    }
     std::vector<Cursor> found(4);
     ASSERT_CUDA(cudaMemcpy(found.data(), graph.device_cursors.as<void>(), 4 * sizeof(Cursor),
                            cudaMemcpyDeviceToHost));

@@ -89,9 +89,12 @@ struct Page {
   std::vector<std::byte> bytes;
 };
 
-/// The stored copy, decoded, in the order of the family's reference.
+/// The state that the stored copy stands for, in the order of the family's reference.
 std::vector<double> copied_state(Page& page) {
-  return read_copy_values(page.copy(), page.layout->field("checkpoint").outer);
+  std::vector<double> values =
+      read_copy_values(page.copy(), page.layout->field("checkpoint").outer);
+  multiply_deferred(deferred_decays(*page.layout, page.bytes.data()), values);
+  return values;
 }
 
 void expect_copy_is_of_checkpoint(const StatePool& pool, int layer, std::int32_t slot,

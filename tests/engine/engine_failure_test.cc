@@ -347,9 +347,9 @@ TEST(EngineMemoryTest, ExactNumberThatFits) {
   EngineOptions o{.decode = DecodeMode::kReplay, .window = 8, .context = 100};
   const auto bytes = sequence_bytes(base.model->description(), o);
   ASSERT_TRUE(is_ok(bytes));
-  // Checkpoint a: 3 Mamba-2 layers of 4 x 8 x 16 in f32, 96 convolution channels of width 4; 2
-  // attention layers of 2 heads of 8 in f32.
-  EXPECT_EQ(bytes->state.checkpoint, 3u * 4 * 8 * 16 * 4);
+  // Checkpoint a: 3 Mamba-2 layers of 4 x 8 x 16 in f32 with a deferred decay for 8 rows, 96
+  // convolution channels of width 4; 2 attention layers of 2 heads of 8 in f32.
+  EXPECT_EQ(bytes->state.checkpoint, 3u * 4 * (8 * 16 + 1) * 4);
   EXPECT_EQ(bytes->kv_per_token, 2u * 2 * 2 * 8 * 4);
   EXPECT_EQ(bytes->state.record_ring, 3u * (8 + 1) * (4 * 8 + 2 * 16 + 4) * 4);
   EXPECT_EQ(bytes->state.conv_ring, 3u * (3 + 1) * 96 * 4);

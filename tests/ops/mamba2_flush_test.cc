@@ -42,6 +42,17 @@ std::vector<Mamba2Case> flush_cases() {
       cases.push_back(std::move(c));
     }
   }
+  // Decays that no fp32 product of a window's holds.
+  for (const auto& [name, decay] :
+       {std::pair{"tiny", Decay::kTiny}, {"zero", Decay::kZero}, {"growing", Decay::kGrowing}}) {
+    for (const DType checkpoint : {DType::kF32, DType::kBF16}) {
+      Mamba2Case c = small_case(std::string(to_string(checkpoint)) + "_" + name, 6, 3);
+      c.checkpoint = checkpoint;
+      c.decay = decay;
+      c.softplus = c.dt_bias = false;
+      cases.push_back(std::move(c));
+    }
+  }
   return cases;
 }
 

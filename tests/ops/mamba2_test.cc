@@ -317,7 +317,7 @@ TEST(Mamba2, ExplainNamesTheKernel) {
 // State traffic is what must move: checkpoint once per read or write, records once.
 TEST(Mamba2, TrafficIsWhatMustMove) {
   const Mamba2Shape shape{4, 8, 16, 2};
-  const std::int64_t state = 4 * 8 * 16 * 4;
+  const std::int64_t state = 4 * (8 * 16 + 1) * 4;  // with a deferred decay for eight rows
   const std::int64_t record = 4 * (4 * 8 + 2 * 16 + 4);
   const ReplayLimits limits{8, 4};
   const auto traffic = [&](RowKind kind, Cursor cursor, std::int64_t tokens) {

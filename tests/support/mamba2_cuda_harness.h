@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -18,6 +19,7 @@
 #include <vector>
 
 #include "ops/mamba2/cuda/launch.h"
+#include "ops/mamba2/deferred_decay.h"
 #include "ops/mamba2/reference.h"
 #include "support/cuda_device.h"
 
@@ -30,6 +32,7 @@ struct Case {
   DType activation = DType::kBF16;
   std::int64_t slots = 6;
   bool d = true, bias = true, z = false, dt_f32 = false, softplus = true, limits_on = false;
+  float most_a = 2.0f;              // largest -A; decays of 100 times dt and more are zero
   std::int64_t slot_padding = 64;   // elements between pages
   std::int64_t token_padding = 32;  // elements between tokens of the packed operands
   std::uint64_t seed = 1;
@@ -131,13 +134,18 @@ class Harness {
     ring_x = DeviceBytes(static_cast<std::size_t>(c.slots * p.ring_x_slot_stride * act_bytes));
     ring_b = DeviceBytes(static_cast<std::size_t>(c.slots * p.ring_b_slot_stride * act_bytes));
     ring_dt = DeviceBytes(static_cast<std::size_t>(c.slots * p.ring_dt_slot_stride * 4));
-    for (DeviceBytes* buffer : {&state, &ring_x, &ring_b, &ring_dt}) buffer->fill(0xff);
+    if (defers_decay(c.checkpoint)) {
+      p.deferred_slot_stride = s.heads * (s.head_dim / kDeferredRows) + c.slot_padding;
+    }
+    deferred = DeviceBytes(static_cast<std::size_t>(c.slots * p.deferred_slot_stride * 4));
+    for (DeviceBytes* buffer : buffers()) buffer->fill(0xff);
     p.state = state.as<void>();
+    if (defers_decay(c.checkpoint)) p.deferred = deferred.as<float>();
     p.ring_x = ring_x.as<void>();
     p.ring_b = ring_b.as<void>();
     p.ring_dt = ring_dt.as<float>();
 
-    std::uniform_real_distribution<float> a_range(0.05f, 2.0f);
+    std::uniform_real_distribution<float> a_range(0.05f, c.most_a);
     std::uniform_real_distribution<float> unit(-1.0f, 1.0f);
     const auto heads = static_cast<std::size_t>(s.heads);
     reference_params.a.resize(heads);
@@ -294,10 +302,9 @@ class Harness {
   /// Runs the rows on the device and in the oracle, compares, and leaves cursors uncommitted.
   void step(const std::vector<Row>& rows, const Mamba2Tuning& tuning = {}, bool check = true) {
     put_operands(rows);
-    std::vector<unsigned char> before[4];
-    const DeviceBytes* buffers[4] = {&state, &ring_x, &ring_b, &ring_dt};
+    std::vector<std::vector<unsigned char>> before;
     if (check) {
-      for (int i = 0; i < 4; ++i) before[i] = buffers[i]->download();
+      for (const DeviceBytes* buffer : buffers()) before.push_back(buffer->download());
     }
     const Status status = launch(tuning);
     ASSERT_TRUE(status.ok()) << status.message();
@@ -332,7 +339,9 @@ class Harness {
       worst = std::max(worst, std::sqrt(difference / std::max(reference, 1e-300)));
     }
     if (check) {
-      for (int i = 0; i < 4; ++i) check_untouched(i, rows, before[i], buffers[i]->download());
+      for (std::size_t i = 0; i < before.size(); ++i) {
+        check_untouched(static_cast<int>(i), rows, before[i], buffers()[i]->download());
+      }
     }
     pending = rows;
   }
@@ -360,6 +369,12 @@ class Harness {
         }
         continue;
       }
+      if (buffer == 4) {
+        if (defers_decay(c.checkpoint) && row_flushes(row.kind, cursor, c.limits)) {
+          allow(row.slot * p.deferred_slot_stride, s.heads * (s.head_dim / kDeferredRows), 4);
+        }
+        continue;
+      }
       if (row.kind == RowKind::kCommitted) continue;
       for (std::size_t t = 0; t < row.tokens.size(); ++t) {
         const std::int64_t place = (cursor.position + static_cast<std::int64_t>(t)) % places;
@@ -379,7 +394,7 @@ class Harness {
         }
       }
     }
-    static const char* const kNames[] = {"state", "x ring", "B ring", "dt ring"};
+    static const char* const kNames[] = {"state", "x ring", "B ring", "dt ring", "deferred decays"};
     for (std::size_t i = 0; i < before.size(); ++i) {
       if (before[i] == after[i] || free[i]) continue;
       FAIL() << c.name() << ": byte " << i << " of the " << kNames[buffer] << " changed";
@@ -424,14 +439,26 @@ class Harness {
     return found;
   }
 
+  /// A slot's checkpoint, and the decays deferred in it.
   std::vector<unsigned char> state_of(std::int32_t slot) const {
     const auto bytes = static_cast<std::int64_t>(size_of(c.checkpoint));
-    std::vector<unsigned char> out(static_cast<std::size_t>(c.shape.state_elements() * bytes));
+    const auto states = static_cast<std::size_t>(c.shape.state_elements() * bytes);
+    const auto decays = static_cast<std::size_t>(
+        defers_decay(c.checkpoint) ? c.shape.heads * (c.shape.head_dim / kDeferredRows) * 4 : 0);
+    std::vector<unsigned char> out(states + decays);
     require(cudaMemcpy(out.data(), state.as<unsigned char>() + slot * p.state_slot_stride * bytes,
-                       out.size(), cudaMemcpyDeviceToHost),
+                       states, cudaMemcpyDeviceToHost),
+            "download");
+    if (decays == 0) return out;
+    require(cudaMemcpy(out.data() + states,
+                       deferred.as<unsigned char>() + slot * p.deferred_slot_stride * 4, decays,
+                       cudaMemcpyDeviceToHost),
             "download");
     return out;
   }
+
+  /// Everything that a slot has.
+  std::array<DeviceBytes*, 5> buffers() { return {&state, &ring_x, &ring_b, &ring_dt, &deferred}; }
 
   std::vector<Mamba2Token> tokens(std::int64_t n) {
     std::vector<Mamba2Token> out;
@@ -474,7 +501,7 @@ class Harness {
   Mamba2CudaParams p;
   Mamba2ReferenceParams reference_params;
   CudaDeviceInfo device;
-  DeviceBytes state, ring_x, ring_b, ring_dt, a, d, bias, device_cursors, error;
+  DeviceBytes state, ring_x, ring_b, ring_dt, deferred, a, d, bias, device_cursors, error;
   DeviceBytes operands, dts, rows_buffer, planned, y;
   std::int64_t y_stride = 0;
   std::vector<DeviceRow> device_rows;

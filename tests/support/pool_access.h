@@ -1,6 +1,7 @@
 // What a pool's memory holds, for tests that check stored states and that nothing else was written.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -42,22 +43,45 @@ inline std::vector<std::byte> checkpoint_bytes(const StatePool& pool, int layer,
   return field_bytes(pool, layer, slot, "checkpoint");
 }
 
-/// The stored checkpoint (heads, head_dim, state_size), decoded.
+/// What a page's stored state is to be multiplied by (ops/mamba2/deferred_decay.h), each for as
+/// many elements as the next; one of 1 where nothing is deferred.
+inline std::vector<float> deferred_decays(const PageLayout& layout, const std::byte* page) {
+  const std::size_t offset = layout.deferred_decay_offset();
+  if (offset == 0) return {1.0f};
+  const Field& f = layout.field("deferred_decay");
+  std::vector<float> out(f.bytes() / sizeof(float));
+  std::memcpy(out.data(), page + f.offset, f.bytes());
+  return out;
+}
+template <typename T>
+void multiply_deferred(const std::vector<float>& decays, std::vector<T>& state) {
+  const std::size_t each = state.size() / decays.size();
+  for (std::size_t i = 0; i < state.size(); ++i) state[i] *= decays[i / each];
+}
+
+/// The checkpoint (heads, head_dim, state_size), decoded.
 inline std::vector<float> checkpoint_values(const StatePool& pool, int layer, std::int32_t slot) {
-  const std::vector<std::byte> bytes = checkpoint_bytes(pool, layer, slot);
-  const DType dtype = pool.options().checkpoint;
-  std::vector<float> values(bytes.size() / size_of(dtype));
+  const std::vector<std::byte> page = page_bytes(pool, layer, slot);
+  const PageLayout& layout = pool.impl().layout(layer);
+  const Field& field = layout.field("checkpoint");
+  std::vector<float> values(field.bytes() / size_of(field.dtype));
   for (std::size_t i = 0; i < values.size(); ++i) {
-    values[i] = load_element(dtype, bytes.data(), static_cast<std::int64_t>(i));
+    values[i] = load_element(field.dtype, page.data() + field.offset, static_cast<std::int64_t>(i));
   }
+  multiply_deferred(deferred_decays(layout, page.data()), values);
   return values;
 }
 
-/// Overwrites the stored checkpoint.
+/// Overwrites the checkpoint.
 inline void set_checkpoint(StatePool& pool, int layer, std::int32_t slot,
                            std::span<const float> values) {
-  const Field& field = pool.impl().layout(layer).field("checkpoint");
+  const PageLayout& layout = pool.impl().layout(layer);
+  const Field& field = layout.field("checkpoint");
   std::byte* data = pool.impl().field(layer, slot, field);
+  if (const std::size_t offset = layout.deferred_decay_offset(); offset != 0) {
+    auto* decays = reinterpret_cast<float*>(data + offset);
+    std::fill_n(decays, layout.field("deferred_decay").bytes() / sizeof(float), 1.0f);
+  }
   for (std::size_t i = 0; i < values.size(); ++i) {
     store_element(field.dtype, data, static_cast<std::int64_t>(i), values[i]);
   }

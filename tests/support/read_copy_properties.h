@@ -31,10 +31,13 @@ inline std::vector<double> read_copy_values(const ReadCopy& copy, std::int64_t h
   return {values.begin(), values.end()};
 }
 
-/// The stored copy of a slot.
+/// The state that the copy of a slot stands for.
 inline std::vector<double> read_copy_values(StatePool& pool, int layer, std::int32_t slot) {
-  return read_copy_values(pool.impl().read_copy(layer, slot),
-                          pool.impl().layout(layer).field("checkpoint").outer);
+  const PageLayout& layout = pool.impl().layout(layer);
+  std::vector<double> values =
+      read_copy_values(pool.impl().read_copy(layer, slot), layout.field("checkpoint").outer);
+  multiply_deferred(deferred_decays(layout, page_bytes(pool, layer, slot).data()), values);
+  return values;
 }
 
 /// Every layer's copy is what its stored checkpoint encodes to.

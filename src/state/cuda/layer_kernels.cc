@@ -101,6 +101,11 @@ void LayerKernels::point_at_pages(const PageLayout& layout, std::byte* page,
         p.copy.slot_stride = static_cast<std::int64_t>(page_stride);
       },
       params_);
+  if (auto* p = std::get_if<Mamba2CudaParams>(&params_);
+      p != nullptr && layout.deferred_decay_offset() > 0) {
+    p->deferred = reinterpret_cast<float*>(page + state.offset + layout.deferred_decay_offset());
+    p->deferred_slot_stride = static_cast<std::int64_t>(page_stride / sizeof(float));
+  }
   const Rings all = rings();
   for (std::size_t i = 0; i < all.count; ++i) {
     const Field& field = layout.field(all.ring[i].name);

@@ -147,6 +147,13 @@ T __shfl_down_sync(unsigned, T x, int by) {
   return ::emulation::shuffle(x, lane + by < ::emulation::kLanes ? lane + by : lane);
 }
 
+inline int __any_sync(unsigned, int predicate) {
+  for (int mask = 1; mask < ::emulation::kLanes; mask *= 2) {
+    predicate |= ::emulation::shuffle(predicate, ::emulation::current().lane ^ mask);
+  }
+  return predicate != 0;
+}
+
 // ---- Intrinsics ----
 
 inline float __uint_as_float(unsigned x) {

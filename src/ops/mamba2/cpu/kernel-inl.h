@@ -2,17 +2,19 @@
 // elements; rows are processed in blocks that stay in registers or in L1, so that memory is read
 // once and written at most once whatever the number of tokens.
 //
-// Bit-equality rests on two rules. An element of the state is advanced by fma(S, a, u * B) with
-// u = dt * x, in token order, wherever that happens. A dot product S . C runs over the columns in
-// order in one vector accumulator and is reduced by the fixed tree of Vec::sum. Blocking therefore
-// never changes a result.
+// Bit-equality rests on two rules. An element of the state is advanced by fma(u, B, R) with
+// u = gain * x (ops/mamba2/deferred_decay.h), in token order, wherever that happens. A dot product
+// R . C runs over the columns in order in one vector accumulator and is reduced by the fixed tree
+// of Vec::sum. Blocking therefore never changes a result.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 
 #include "cpu/gates.h"
 #include "cpu/simd/vec_math.h"
 #include "ops/mamba2/cpu/kernel.h"
+#include "ops/mamba2/deferred_decay.h"
 
 namespace replayssm::cpu {
 
@@ -33,6 +35,7 @@ class Mamba2Kernel {
   static constexpr bool kNarrow = sizeof(T) < sizeof(float);
   static constexpr int kAhead = 2 * kBlock;  // rows between a load and what is prefetched beside it
   static constexpr std::int64_t kLineElements = 64 / static_cast<std::int64_t>(sizeof(State));
+  static constexpr bool kDefers = defers_decay(DTypeOf<State>::value);  // the checkpoint stores c
 
  public:
   static void fold(const Mamba2Task& task) {
@@ -61,7 +64,28 @@ class Mamba2Kernel {
   }
 
  private:
-  /// The live records of a head, ready for the recurrence.
+  // ---- Deferred decays ----
+
+  static std::int64_t deferred_at(const Mamba2Task& task, std::int64_t head) {
+    return head * (task.head_dim / kDeferredRows);
+  }
+  /// Of the head as task.checkpoint_in has it.
+  static DeferredDecay deferred_in(const Mamba2Task& task, std::int64_t head) {
+    if (!kDefers || task.checkpoint_in == nullptr) return {};
+    return DeferredDecay(task.deferred_in[deferred_at(task, head)]);
+  }
+  /// Of the head as task.checkpoint has it, written before.
+  static DeferredDecay deferred_out(const Mamba2Task& task, std::int64_t head) {
+    return kDefers ? DeferredDecay(task.deferred[deferred_at(task, head)]) : DeferredDecay();
+  }
+  static void store_deferred(const Mamba2Task& task, std::int64_t head,
+                             const DeferredDecay& deferred) {
+    if (!kDefers) return;
+    float* to = task.deferred + deferred_at(task, head);
+    std::fill(to, to + task.head_dim / kDeferredRows, deferred.value());
+  }
+
+  /// The live records of a head, ready for outputs.
   struct Records {
     Records(const Mamba2Task& task, std::int64_t head) : count(static_cast<int>(task.live)) {
       const Act* ring_x = static_cast<const Act*>(task.ring_x);
@@ -81,6 +105,21 @@ class Mamba2Kernel {
     const Act* b[kMaxLive];
     float dt[kMaxLive];
     float decay[kMaxLive];
+  };
+  /// And for the recurrence.
+  struct Fold {
+    explicit Fold(const Records& of) : records(of) {}  // where nothing is folded
+    Fold(const Records& of, DeferredDecay before) : records(of), deferred(before) {
+      for (int i = 0; i < records.count; ++i) {
+        factor[i] = deferred.take(records.decay[i]);
+        gain[i] = deferred.gain(records.dt[i]);
+      }
+    }
+
+    const Records& records;
+    DeferredDecay deferred;  // after all records
+    float factor[kMaxLive];  // of the rows, before the record is added
+    float gain[kMaxLive];    // of x B^T
   };
 
   static std::int64_t state_offset(const Mamba2Task& task, std::int64_t head, std::int64_t p) {
@@ -151,7 +190,8 @@ class Mamba2Kernel {
 
   template <int kTile>
   static void fold_tile(const State* in, State* out, std::int64_t state_size, std::int64_t column,
-                        const Records& records, const float (*u)[kRows]) {
+                        const Fold& fold, const float (*u)[kRows]) {
+    const Records& records = fold.records;
     V s[kRows][kTile];
     for (int r = 0; r < kRows; ++r) {
       prefetch_next(out + r * state_size, column, state_size);
@@ -160,68 +200,99 @@ class Mamba2Kernel {
       }
     }
     for (int i = 0; i < records.count; ++i) {
-      const V decay = V::broadcast(records.decay[i]);
+      if (fold.factor[i] != 1.0f) scale_tile<kTile>(s, fold.factor[i]);
       V b[kTile];
       for (int v = 0; v < kTile; ++v) b[v] = V::load(records.b[i] + column + v * kLanes);
       for (int r = 0; r < kRows; ++r) {
         const V ur = V::broadcast(u[i][r]);
-        for (int v = 0; v < kTile; ++v) s[r][v] = fma(s[r][v], decay, ur * b[v]);
+        for (int v = 0; v < kTile; ++v) s[r][v] = fma(ur, b[v], s[r][v]);
       }
     }
+    if (!kDefers) scale_tile<kTile>(s, fold.deferred.value());
     for (int r = 0; r < kRows; ++r) {
       for (int v = 0; v < kTile; ++v) s[r][v].store(out + r * state_size + column + v * kLanes);
+    }
+  }
+
+  template <int kTile>
+  static void scale_tile(V (&s)[kRows][kTile], float by) {
+    const V factor = V::broadcast(by);
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kTile; ++v) s[r][v] = s[r][v] * factor;
     }
   }
 
   static void fold_heads(const Mamba2Task& task) {
     for (std::int64_t head = task.head_begin; head < task.head_end; ++head) {
       const Records records(task, head);
-      fold_some(task, head, records, 0, task.head_dim);
+      const Fold fold(records, deferred_in(task, head));
+      fold_some(task, head, fold, 0, task.head_dim);
+      store_deferred(task, head, fold.deferred);
     }
   }
 
   /// Rows [first, last) of a head.
-  static void fold_some(const Mamba2Task& task, std::int64_t head, const Records& records,
+  static void fold_some(const Mamba2Task& task, std::int64_t head, const Fold& fold,
                         std::int64_t first, std::int64_t last) {
     for (std::int64_t p = first; p < last; p += kRows) {
-      fold_rows(task, records, state_in(task, head, p), state_out(task, head, p), p);
+      fold_rows(task, fold, state_in(task, head, p), state_out(task, head, p), p);
     }
   }
 
-  static void fold_rows(const Mamba2Task& task, const Records& records, const State* in, State* out,
+  static void fold_rows(const Mamba2Task& task, const Fold& fold, const State* in, State* out,
                         std::int64_t p) {
+    const Records& records = fold.records;
     float u[kMaxLive][kRows];
     for (int i = 0; i < records.count; ++i) {
-      for (int r = 0; r < kRows; ++r) u[i][r] = records.dt[i] * to_float(records.x[i][p + r]);
+      for (int r = 0; r < kRows; ++r) u[i][r] = fold.gain[i] * to_float(records.x[i][p + r]);
     }
     std::int64_t column = 0;
     for (; column + 2 * kLanes <= task.state_size; column += 2 * kLanes) {
-      fold_tile<2>(in, out, task.state_size, column, records, u);
+      fold_tile<2>(in, out, task.state_size, column, fold, u);
     }
-    if (column < task.state_size) fold_tile<1>(in, out, task.state_size, column, records, u);
+    if (column < task.state_size) fold_tile<1>(in, out, task.state_size, column, fold, u);
   }
 
   // ---- Committed rows ----
 
+  /// What a token does to a head's rows: R = factor R + gain x B^T, S = rest R.
+  struct Advance {
+    float factor, gain, rest;
+  };
+
   static void advance(const Mamba2Task& task, std::int64_t head, std::int64_t first, int count,
                       bool zero, bool in_place) {
-    float dt[kChunk];
+    float dt[kChunk] = {};
     float decay[kChunk];
     for (int t = 0; t < count; ++t) dt[t] = time_step(task, head, first + t);
     mamba2_decays<Isa>(task.a[head], dt, count, decay);
+    Advance advances[kChunk];
+    DeferredDecay deferred = zero       ? DeferredDecay()
+                             : in_place ? deferred_out(task, head)
+                                        : deferred_in(task, head);
+    for (int t = 0; t < count; ++t) {
+      advances[t].factor = deferred.take(decay[t]);
+      advances[t].gain = deferred.gain(dt[t]);
+      advances[t].rest = deferred.value();
+      if (!kDefers) deferred = {};
+    }
+    store_deferred(task, head, deferred);
     for (std::int64_t p = 0; p < task.head_dim; p += kBlock) {
       State* out = state_out(task, head, p);
       const State* in = zero ? nullptr : in_place ? out : state_in(task, head, p);
       for (int t = 0; t < count; ++t) {
         V sum[kBlock];
         if (kNarrow<State> || count > 1) {
-          advance_block<kRows>(task, head, first + t, p, dt[t], decay[t], in, out, sum);
+          advance_block<kRows>(task, head, first + t, p, advances[t], in, out, sum);
         } else {
-          advance_block<1>(task, head, first + t, p, dt[t], decay[t], in, out, sum);
+          advance_block<1>(task, head, first + t, p, advances[t], in, out, sum);
         }
         in = out;
         float y[kBlock];
         V::sum8(sum, y);
+        if (kDefers) {
+          for (float& of_row : y) of_row *= advances[t].rest;
+        }
         finish(task, first + t, head, p, y);
       }
     }
@@ -232,27 +303,32 @@ class Mamba2Kernel {
   /// loads of B and C, which is worth more when it is in cache or has to be converted.
   template <int R>
   static void advance_block(const Mamba2Task& task, std::int64_t head, std::int64_t token,
-                            std::int64_t p, float dt, float decay, const State* in, State* out,
+                            std::int64_t p, const Advance& by, const State* in, State* out,
                             V* sums) {
     for (int r = 0; r < kBlock; r += R) {
       const std::int64_t at = r * task.state_size;
-      advance_rows<R>(task, head, token, p + r, dt, decay, in == nullptr ? nullptr : in + at,
-                      out + at, sums + r);
+      const State* from = in == nullptr ? nullptr : in + at;
+      if (by.factor == 1.0f) {
+        advance_rows<R, false>(task, head, token, p + r, by, from, out + at, sums + r);
+      } else {
+        advance_rows<R, true>(task, head, token, p + r, by, from, out + at, sums + r);
+      }
     }
   }
 
-  template <int R>
+  template <int R, bool kScales>
   static void advance_rows(const Mamba2Task& task, std::int64_t head, std::int64_t token,
-                           std::int64_t p, float dt, float decay, const State* in, State* out,
+                           std::int64_t p, const Advance& by, const State* in, State* out,
                            V* sums) {
     const Act* x = token_x(task, token, head);
     const Act* b = token_b(task, token);
     const Act* c = token_c(task, token);
-    const V a = V::broadcast(decay);
+    const V factor = V::broadcast(by.factor);
+    const V rest = V::broadcast(by.rest);
     V u[R];
     V sum[R];
     for (int r = 0; r < R; ++r) {
-      u[r] = V::broadcast(dt * to_float(x[p + r]));
+      u[r] = V::broadcast(by.gain * to_float(x[p + r]));
       sum[r] = V::zero();
     }
     for (std::int64_t n = 0; n < task.state_size; n += kLanes) {
@@ -261,7 +337,10 @@ class Mamba2Kernel {
       for (int r = 0; r < R; ++r) {
         const std::int64_t at = r * task.state_size + n;
         prefetch_next(out + r * task.state_size, n, task.state_size);
-        const V s = fma(in == nullptr ? V::zero() : V::load(in + at), a, u[r] * bn);
+        V s = in == nullptr ? V::zero() : V::load(in + at);
+        if (kScales) s = s * factor;
+        s = fma(u[r], bn, s);
+        if (!kDefers) s = s * rest;
         s.store(out + at);
         sum[r] = fma(s, cn, sum[r]);
       }
@@ -311,6 +390,9 @@ class Mamba2Kernel {
     prepare_window(task, live, window);
     for (std::int64_t head = task.head_begin; head < task.head_end; ++head) {
       const Records records(task, head);
+      const DeferredDecay before = deferred_in(task, head);
+      const Fold fold = kFlush ? Fold(records, before) : Fold(records);
+      if (kFlush) store_deferred(task, head, fold.deferred);
       float dt[kMaxTokens];
       float decay[kMaxTokens];
       for (int t = 0; t < tokens; ++t) dt[t] = time_step(task, head, t);
@@ -318,13 +400,13 @@ class Mamba2Kernel {
       float y[kMaxTokens][kMaxHeadDim];
       if (kFlush || task.checkpoint_in != nullptr) {
         float scale[kMaxTokens];
-        float product = 1.0f;
+        float product = !kDefers ? 1.0f : kFlush ? fold.deferred.value() : before.value();
         for (int i = live - 1; i >= 0; --i) product *= records.decay[i];
         for (int t = 0; t < tokens; ++t) scale[t] = product *= decay[t];
         if (task.copy.exists()) {
-          read_head_of_copy<kFlush>(task, head, records, window, tokens, scale, y);
+          read_head_of_copy<kFlush>(task, head, fold, window, tokens, scale, y);
         } else {
-          read_head<kFlush>(task, head, records, window, tokens, scale, y);
+          read_head<kFlush>(task, head, fold, window, tokens, scale, y);
         }
       } else {
         for (int t = 0; t < tokens; ++t)
@@ -336,21 +418,21 @@ class Mamba2Kernel {
     if (task.appends_b) append_b(task);
   }
 
-  /// y[t][p] = scale[t] * (S row p) . C_t, with S folded first if the row flushes.
+  /// y[t][p] = scale[t] * (R row p) . C_t, with R folded first if the row flushes.
   template <bool kFlush>
-  static void read_head(const Mamba2Task& task, std::int64_t head, const Records& records,
+  static void read_head(const Mamba2Task& task, std::int64_t head, const Fold& fold,
                         const Window& window, int tokens, const float* scale,
                         float (*y)[kMaxHeadDim]) {
     for (std::int64_t p = 0; p < task.head_dim; p += kBlock) {
-      if constexpr (kFlush) fold_some(task, head, records, p, p + kBlock);
+      if constexpr (kFlush) fold_some(task, head, fold, p, p + kBlock);
       const State* s = kFlush ? state_out(task, head, p) : state_in(task, head, p);
       read_rows<true>(s, task.state_size, window, tokens, scale, p, y);
     }
   }
 
-  /// The same with the read copy of S. A flush writes the copy of a tile before it reads it.
+  /// The same with the read copy of R. A flush writes the copy of a tile before it reads it.
   template <bool kFlush>
-  static void read_head_of_copy(const Mamba2Task& task, std::int64_t head, const Records& records,
+  static void read_head_of_copy(const Mamba2Task& task, std::int64_t head, const Fold& fold,
                                 const Window& window, int tokens, const float* scale,
                                 float (*y)[kMaxHeadDim]) {
     static_assert(kReadCopyTile % kBlock == 0);
@@ -359,7 +441,7 @@ class Mamba2Kernel {
       const std::int64_t rest = task.head_dim - first;
       const std::int64_t rows = rest < kReadCopyTile ? rest : kReadCopyTile;
       if constexpr (kFlush) {
-        fold_some(task, head, records, first, first + rows);
+        fold_some(task, head, fold, first, first + rows);
         encode_read_copy_tile(task.copy, task.checkpoint, DTypeOf<State>::value, head, first);
       }
       decode_read_copy_tile(task.copy, head, first, tile, task.state_size, 1);

@@ -52,12 +52,12 @@ struct PreferredRuns {
 
 /// Where there is enough of everything. Short runs end evenly and are what committed rows, which
 /// have the length of replaying ones, want; long ones prepare less. One token on f32 is bound by
-/// memory and has instructions to spare; its flushes are few, and in long runs they leave most
-/// warps to rows that read.
+/// memory and has instructions to spare. Flushes in long runs leave most warps to rows that read.
 PreferredRuns preferred_runs(const Mamba2CudaParams& p) {
   if (p.copy.format != ReadCopyFormat::kNone) return {16, 8};
-  if (mamba2_variant(p) != Mamba2Variant::kOneToken) return {8, 8};
-  return {p.checkpoint == DType::kF32 ? 4 : 16, 16};
+  const bool wide = p.checkpoint == DType::kF32;
+  if (mamba2_variant(p) != Mamba2Variant::kOneToken) return {8, wide ? 16 : 8};
+  return {wide ? 4 : 8, 16};
 }
 
 /// Cuts the step into runs: long enough to amortize what a run prepares, short enough that the last
@@ -207,12 +207,9 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
     launch.stages =
         std::min(launch.stages, (launch.tiles_per_run + launch.copy_tiles - 1) / launch.copy_tiles);
     const std::int64_t runs = p.row_count * p.groups * launch.runs_per_group;
-    // A block per run where there are fewer runs than multiprocessors can take; and for long runs
-    // of one token, because such blocks end most evenly.
+    // A block per run where there are fewer runs than multiprocessors can take.
     const bool few = runs < std::int64_t{4} * device.multiprocessors;
-    const bool alone = mamba2_variant(p) == Mamba2Variant::kOneToken &&
-                       p.copy.format == ReadCopyFormat::kNone && launch.tiles_per_run >= 8;
-    if (tuning.warps == 0 && (few || alone)) launch.warps = 1;
+    if (tuning.warps == 0 && few) launch.warps = 1;
     launch.warps = std::min(launch.warps, launch.runs_per_group);
     config.blocks_per_group = (launch.runs_per_group + launch.warps - 1) / launch.warps;
     config.blocks = config.blocks_per_group * p.groups * p.row_count;

@@ -26,7 +26,8 @@ template <typename State, typename Act, int kStateSize>
 class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
                            private Mamba2Lanes<State, Act, kStateSize> {
   using Row = Mamba2Row<State, Act, kStateSize>;
-  using Row::gate, Row::kind, Row::lane, Row::launch, Row::live, Row::output, Row::own, Row::p;
+  using Row::gate, Row::kDefers, Row::kind, Row::lane, Row::launch, Row::live, Row::load_deferred;
+  using Row::output, Row::own, Row::p, Row::store_deferred;
   using Row::raw_time_step, Row::ring_b, Row::ring_dt, Row::ring_x, Row::state, Row::token_b;
   using Row::token_c, Row::token_count, Row::token_x, Row::warp, Row::zero;
   using typename Row::Position;
@@ -34,7 +35,8 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
   using Lanes = Mamba2Lanes<State, Act, kStateSize>;
   using Lanes::advance, Lanes::column, Lanes::kColumns, Lanes::kPassRows, Lanes::kRowLanes;
   using Lanes::kSlots, Lanes::kTeamLanes, Lanes::kVector, Lanes::kVectors, Lanes::load_columns;
-  using Lanes::load_tile, Lanes::reduce, Lanes::round_tile, Lanes::team, Lanes::widen_columns;
+  using Lanes::load_tile, Lanes::multiply, Lanes::reduce, Lanes::round_tile, Lanes::team,
+      Lanes::widen_columns;
   using Lanes::widen_tile;
   using typename Lanes::PackedColumns, typename Lanes::PackedTile, typename Lanes::Tile;
 
@@ -67,7 +69,7 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
           (run - head_in_group * (launch.head_dim / kPassRows)) * kPassRows};
   }
 
-  // Shared memory: B of the live records; per warp their x, and u = dt x, by rows of the pass.
+  // Shared memory: B of the live records; per warp their x, and u = gain x, by rows of the pass.
   __device__ __forceinline__ Act* staged_b(int record) const {
     return reinterpret_cast<Act*>(shared) + record * kStateSize;
   }
@@ -132,6 +134,7 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
     // Everything is asked for before anything is used.
     PackedTile packed{};
     if (!zero) packed = load_tile(state(at));
+    DeferredDecay rest = load_deferred(at);
     load_records();
     const float record_dt = lane < live ? *ring_dt(at.head, lane) : 0.0f;
     Tokens tokens = load_tokens(0);
@@ -146,10 +149,15 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
     widen_tile(packed, tile);
     if (live > 0) {
       if (kind == PlannedRow::kReplay) {
-        replay(record_dt, record_decay, tile);
+        replay(record_dt, record_decay, rest.value(), tile);
+        rest = DeferredDecay();
       } else {
-        fold(record_dt, record_decay, tile);
-        if (kind == PlannedRow::kFlush || token_count == 0) write_state(tile);
+        fold(record_dt, record_decay, rest, tile);
+        if constexpr (!kDefers) {
+          multiply(tile, rest.value());
+          rest = DeferredDecay();
+        }
+        if (kind == PlannedRow::kFlush || token_count == 0) write_state(tile, rest);
         round_tile(tile);
       }
     }
@@ -159,14 +167,18 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
       if (first > 0) tokens = load_tokens(first);
       const float dt = mamba2_time_step(tokens.dt, bias, p.dt_softplus, p.dt_min, p.dt_max);
       if (own > 0) append(static_cast<int>(first), tokens, dt);
-      const float decay_of = mamba2_decay(a, dt);
       const float x_of = widen(tokens.x);
-      const float u_of = __fmul_rn(dt, x_of);
+      const Advance advance_of = prepare_tokens(first, dt, mamba2_decay(a, dt), rest);
+      const float u_of = __fmul_rn(advance_of.gain, x_of);
       const float z_of = widen(tokens.z);
 #pragma unroll
       for (int i = 0; i < kTokens; ++i) {
         if (first + i >= token_count) break;
-        const float decay = __shfl_sync(kAllLanes, decay_of, i * kPassRows);
+        const float factor = __shfl_sync(kAllLanes, advance_of.factor, i * kPassRows);
+        float scale = 1.0f;
+        if (kind == PlannedRow::kCommitted) {
+          scale = __shfl_sync(kAllLanes, advance_of.rest, i * kPassRows);
+        }
         float b[kColumns], c[kColumns];
         widen_columns(tokens.b[i], b);
         widen_columns(tokens.c[i], c);
@@ -174,13 +186,16 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
 #pragma unroll
         for (int s = 0; s < kSlots; ++s) {
           const int from = i * kPassRows + team * kSlots + s;
-          advance(tile, s, decay, __shfl_sync(kAllLanes, u_of, from), b);
+          multiply(tile, s, factor);
+          advance(tile, s, __shfl_sync(kAllLanes, u_of, from), b);
+          if (!kDefers && kind == PlannedRow::kCommitted) multiply(tile, s, scale);
           sum[s] = 0.0f;
 #pragma unroll
           for (int n = 0; n < kColumns; ++n) sum[s] = fmaf(tile.s[s][n], c[n], sum[s]);
         }
         if (kind == PlannedRow::kCommitted) round_tile(tile);
         float y = reduce(sum);
+        if (kDefers) y *= scale;
         const int row = lane / kRowLanes;
         y = fmaf(d, __shfl_sync(kAllLanes, x_of, i * kPassRows + row), y);
         const float z = __shfl_sync(kAllLanes, z_of, i * kPassRows + row);
@@ -190,7 +205,7 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
         }
       }
     }
-    if (kind == PlannedRow::kCommitted && token_count > 0) write_state(tile);
+    if (kind == PlannedRow::kCommitted && token_count > 0) write_state(tile, rest);
   }
 
   /// u of the records for the rows of the pass: `factor` of record `lane` times x.
@@ -204,51 +219,76 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
     }
     __syncwarp();
   }
-  __device__ __forceinline__ void load_record(int record, float (&u)[kSlots],
-                                              float (&b)[kColumns]) const {
-    const auto packed = load_packed<float, kSlots>(staged_u(record) + team * kSlots);
-#pragma unroll
-    for (int s = 0; s < kSlots; ++s) u[s] = packed[s];
+  __device__ __forceinline__ void add_record(int record, Tile& tile) const {
+    const auto u = load_packed<float, kSlots>(staged_u(record) + team * kSlots);
+    float b[kColumns];
     widen_columns(load_columns(staged_b(record)), b);
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) advance(tile, s, u[s], b);
+  }
+
+  /// What a token does to a row: R = factor R + gain x B^T, S = rest R.
+  struct Advance {
+    float factor, gain, rest;
+  };
+  /// Of token first + lane / kPassRows. Rows that store no state multiply decays in at once, which
+  /// needs no division and gives the same but for rounding; what was deferred goes first.
+  __device__ __forceinline__ Advance prepare_tokens(std::int64_t first, float dt, float decay,
+                                                    DeferredDecay& rest) const {
+    const int token = lane / kPassRows;
+    if (kind != PlannedRow::kCommitted) {
+      const float before = token == 0 ? rest.value() : 1.0f;
+      rest = DeferredDecay();
+      return {before * decay, dt, 1.0f};
+    }
+    DeferredDecay mine;
+    float factor = 1.0f;
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      if (first + i >= token_count) break;
+      if (!kDefers) rest = DeferredDecay();
+      const float before_token = rest.take(__shfl_sync(kAllLanes, decay, i * kPassRows));
+      factor = token == i ? before_token : factor;
+      mine = token == i ? rest : mine;
+    }
+    return {factor, mine.gain(dt), mine.value()};
   }
 
   /// Through the live records one after the other, as the plain kernel goes.
-  __device__ __forceinline__ void fold(float record_dt, float record_decay, Tile& tile) const {
-    prepare_records(record_dt);
+  __device__ __forceinline__ void fold(float record_dt, float record_decay, DeferredDecay& rest,
+                                       Tile& tile) const {
+    DeferredDecay mine;  // after record `lane`
+    float factor = 1.0f;
+#pragma unroll 4
+    for (int i = 0; i < live; ++i) {
+      const float before_record = rest.take(__shfl_sync(kAllLanes, record_decay, i));
+      factor = lane == i ? before_record : factor;
+      mine = lane == i ? rest : mine;
+    }
+    // A vote, so that the compiler knows that the warp stays together.
+    const bool rescales = __any_sync(kAllLanes, factor != 1.0f) != 0;
+    prepare_records(mine.gain(record_dt));
 #pragma unroll 1
     for (int i = 0; i < live; ++i) {
-      float u[kSlots], b[kColumns];
-      load_record(i, u, b);
-      const float decay = __shfl_sync(kAllLanes, record_decay, i);
-#pragma unroll
-      for (int s = 0; s < kSlots; ++s) advance(tile, s, decay, u[s], b);
+      if (rescales) multiply(tile, __shfl_sync(kAllLanes, factor, i));
+      add_record(i, tile);
     }
   }
 
-  /// The same state, rounded elsewhere, with half of the operations: decays are multiplied ahead.
-  __device__ __forceinline__ void replay(float record_dt, float record_decay, Tile& tile) const {
+  /// The same state without folding it, rounded elsewhere: decays are multiplied ahead.
+  __device__ __forceinline__ void replay(float record_dt, float record_decay, float rest,
+                                         Tile& tile) const {
     float all = 1.0f;
     const float later = product_of_later(record_decay, lane, all);
     prepare_records(later * record_dt);
-#pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) tile.s[s][n] *= all;
-    }
+    multiply(tile, all * rest);
 #pragma unroll 2
-    for (int i = 0; i < live; ++i) {
-      float u[kSlots], b[kColumns];
-      load_record(i, u, b);
-#pragma unroll
-      for (int s = 0; s < kSlots; ++s) {
-#pragma unroll
-        for (int n = 0; n < kColumns; ++n) tile.s[s][n] = fmaf(u[s], b[n], tile.s[s][n]);
-      }
-    }
+    for (int i = 0; i < live; ++i) add_record(i, tile);
   }
 
-  __device__ __forceinline__ void write_state(const Tile& tile) const {
+  __device__ __forceinline__ void write_state(const Tile& tile, const DeferredDecay& rest) const {
     this->template write_tile<true, false>(tile, state(at), nullptr);
+    store_deferred(at, kPassRows, rest);
   }
 
   /// Records of a tentative row's tokens; what a head or a group records once, its first warp does.

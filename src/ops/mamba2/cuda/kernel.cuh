@@ -13,9 +13,9 @@
 // multiplied as they are; an fp32 operand is split into terms that together carry its digits.
 //
 // Rules that make results repeatable:
-//  * An element of the state is advanced by fma(S, a, u * B), u = dt * x, in token order, wherever
-//    that happens; time steps and decays come from cuda/gates.cuh. So a flush is bit-equal to plain
-//    decoding, and a row of n tokens to n rows of one.
+//  * An element of the state is advanced by fma(u, B, R), u = gain * x, in token order, wherever
+//    that happens (ops/mamba2/deferred_decay.h); time steps and decays come from cuda/gates.cuh. So
+//    a flush is bit-equal to plain decoding, and a row of n tokens to n rows of one.
 //  * Which lane holds what depends on the types and the state size only, never on the launch shape.
 //  * What must not contribute is not loaded, or masked bit by bit: unused places may hold NaN.
 #pragma once
@@ -43,10 +43,11 @@ class Mamba2StepKernel
     : private Mamba2Window<State, Act, kStateSize, kTokenBlocks, kWindowSteps, kCopy>,
       private Mamba2Lanes<State, Act, kStateSize> {
   using Base = Mamba2Window<State, Act, kStateSize, kTokenBlocks, kWindowSteps, kCopy>;
-  using Base::c, Base::c_float, Base::copy_columns, Base::fill_table, Base::g, Base::load_head;
+  using Base::c, Base::c_float, Base::copy_columns, Base::deferred, Base::fill_table, Base::g;
   using Base::copy_in_memory, Base::copy_in_stage, Base::time_step, Base::token_b, Base::token_c;
   using Base::first_stage, Base::first_tile, Base::gate, Base::kind, Base::lane, Base::launch;
   using Base::kActPerChunk, Base::kBChunks, Base::kBlocks, Base::kF16Products, Base::kHasCopy;
+  using Base::kDefers, Base::load_deferred, Base::load_head, Base::rescales, Base::store_deferred;
   using Base::kOneEntries, Base::kOneLanes, Base::kOnePlain, Base::kOneToken, Base::kOneVectors;
   using Base::kOwn, Base::kPackedProducts, Base::kSegments, Base::kWeightTerms, Base::kWideAct;
   using Base::kWideState, Base::kXChunks;
@@ -103,7 +104,7 @@ class Mamba2StepKernel
     Stage stage = first_stage();
     const bool needs_head = kKind != PlannedRow::kCommitted || live > 0;
     HeadInputs next{};
-    if (needs_head) next = load_head(first_tile.head);
+    if (needs_head) next = load_head(first_tile);
     if (this->template folds<kKind>() && live <= kFoldRecords) load_fold_columns(0);
     Position at = first_tile;
     if constexpr (kKind != PlannedRow::kCommitted) {
@@ -116,7 +117,7 @@ class Mamba2StepKernel
       if (needs_head && (tile == tile_begin || at.p0 == 0)) {
         const HeadInputs now = next;
         if (tile + (launch.head_dim - at.p0) / kTileRows < tile_end) {
-          next = load_head(at.head + 1);
+          next = load_head({at.head + 1, 0});
         }
         __syncwarp();
         fill_table(now, at);
@@ -434,11 +435,12 @@ class Mamba2StepKernel
 
   // ---- Folds ----
 
-  /// What a fold of up to kFoldRecords records shares: their B, and per pass u = dt x and decays.
+  /// What a fold of up to kFoldRecords records shares: their B, and per pass u = gain x and
+  /// factors.
   struct Scratch {
-    Act* b;        // [kFoldRecords][kStateSize]
-    float* u;      // [kFoldRecords][kPassRows]
-    float* decay;  // [kFoldRecords]
+    Act* b;         // [kFoldRecords][kStateSize]
+    float* u;       // [kFoldRecords][kPassRows]
+    float* factor;  // [kFoldRecords]: what R is multiplied by first
   };
   __device__ __forceinline__ Scratch scratch() const {
     unsigned char* at =
@@ -490,7 +492,7 @@ class Mamba2StepKernel
       const int count = min(kFoldRecords, live - first);
       prepare_fold(with, x, first, count, first_row);
       const float* u = with.u + team * kSlots;
-      const float* decays = with.decay;
+      const float* factors = with.factor;
       const Act* from_b = with.b + column;
 #pragma unroll 1
       for (int entry = 0; entry < count; entry += kFoldStep) {
@@ -499,25 +501,27 @@ class Mamba2StepKernel
           float b[kColumns];
           widen_columns(Lanes::load_vectors(from_b + i * kStateSize), b);
           const auto now = load_packed<float, kSlots>(u + i * kPassRows);
-          const float decay = decays[i];
+          if (rescales) Lanes::multiply(tile, factors[i]);
 #pragma unroll
-          for (int s = 0; s < kSlots; ++s) advance(tile, s, decay, now[s], b);
+          for (int s = 0; s < kSlots; ++s) advance(tile, s, now[s], b);
         }
         u += kFoldStep * kPassRows;
-        decays += kFoldStep;
+        factors += kFoldStep;
         from_b += kFoldStep * kStateSize;
       }
     }
+    if constexpr (!kDefers) Lanes::multiply(tile, deferred.value());
     if (to_global) {
       this->template write_tile<true, true>(
           tile, state(at) + static_cast<std::int64_t>(first_row) * kStateSize, staged);
+      store_deferred({at.head, at.p0 + first_row}, kPassRows, deferred);
     } else {
       this->template write_tile<false, true>(tile, nullptr, staged);
     }
   }
 
-  /// dt x and the decays of a pass's records, to scratch. A record more, where their number is odd,
-  /// is one that changes nothing: s = fma(s, 1, -0 * 0) for every s.
+  /// gain x and the factors of a pass's records, to scratch. A record more, where their number is
+  /// odd, is one that changes nothing: s = fma(-0, 0, s) for every s.
   __device__ __forceinline__ void prepare_fold(const Scratch& to, const Act* x, int first,
                                                int count, int first_row) const {
     constexpr int kGroups = kPassRows / 4;  // of four rows
@@ -529,13 +533,13 @@ class Mamba2StepKernel
       float4 u = {-0.0f, -0.0f, -0.0f, -0.0f};
       if (entry < count) {
         const auto xv = load_packed<Act, 4>(x + (first + entry) * kTileRows + first_row + row);
-        const float dt = head.dt[first + entry];
-        u = {__fmul_rn(dt, xv[0]), __fmul_rn(dt, xv[1]), __fmul_rn(dt, xv[2]),
-             __fmul_rn(dt, xv[3])};
+        const float gain = head.dt[first + entry];
+        u = {__fmul_rn(gain, xv[0]), __fmul_rn(gain, xv[1]), __fmul_rn(gain, xv[2]),
+             __fmul_rn(gain, xv[3])};
       }
       *reinterpret_cast<float4*>(to.u + entry * kPassRows + row) = u;
     }
-    if (lane < kFoldRecords) to.decay[lane] = lane < count ? head.decay[first + lane] : 1.0f;
+    if (lane < kFoldRecords) to.factor[lane] = lane < count ? head.decay[first + lane] : 1.0f;
     __syncwarp();
   }
 
@@ -558,6 +562,7 @@ class Mamba2StepKernel
     TokenOperands first{};
     if (token_count > 0) first = load_operands(0, at);
     const float lane_dt = lane < token_count ? time_step(lane, at.head) : 0.0f;
+    if (live == 0) deferred = load_deferred(at);
     ptx::mbarrier_wait(stage.barrier, stage.parity);
     __syncwarp();
     if (live > 0) {
@@ -589,6 +594,7 @@ class Mamba2StepKernel
                                                  TokenOperands next, float lane_dt) {
     const float a = p.a[at.head];
     const float d = p.d == nullptr ? 0.0f : p.d[at.head];
+    DeferredDecay rest = kDefers ? deferred : DeferredDecay();
     Tile tile;
     read_tile(staged, zero && live == 0, tile);
     for (std::int64_t t0 = 0; t0 < token_count; t0 += kWarpLanes) {
@@ -599,9 +605,10 @@ class Mamba2StepKernel
       for (int t = 0; t < count; ++t) {
         const TokenOperands now = next;
         if (t0 + t + 1 < token_count) next = load_operands(t0 + t + 1, at);
-        const float dt = __shfl_sync(kAllLanes, lane_dt, t);
-        const float decay = __shfl_sync(kAllLanes, lane_decay, t);
-        const float u = __fmul_rn(dt, widen(now.x));
+        const float factor = rest.take(__shfl_sync(kAllLanes, lane_decay, t));
+        const float u = __fmul_rn(rest.gain(__shfl_sync(kAllLanes, lane_dt, t)), widen(now.x));
+        // A vote, so that the compiler knows that the warp stays together.
+        if (__any_sync(kAllLanes, factor != 1.0f) != 0) Lanes::multiply(tile, factor);
         float b[kColumns];
         float c_now[kColumns];
         widen_columns(now.b, b);
@@ -609,13 +616,20 @@ class Mamba2StepKernel
         float sum[kSlots];
 #pragma unroll
         for (int s = 0; s < kSlots; ++s) {
-          advance(tile, s, decay, __shfl_sync(kAllLanes, u, team * kSlots + s), b);
+          advance(tile, s, __shfl_sync(kAllLanes, u, team * kSlots + s), b);
+        }
+        if constexpr (!kDefers) {
+          Lanes::multiply(tile, rest.value());
+          rest = DeferredDecay();
+        }
+#pragma unroll
+        for (int s = 0; s < kSlots; ++s) {
           sum[s] = 0.0f;
 #pragma unroll
           for (int i = 0; i < kColumns; ++i) sum[s] = fmaf(tile.s[s][i], c_now[i], sum[s]);
         }
         round_tile(tile);  // the state a next token starts from is the stored one
-        float y = reduce(sum);
+        float y = reduce(sum) * rest.value();
         const int state_row = lane / kRowLanes;
         y = fmaf(d, __shfl_sync(kAllLanes, widen(now.x), state_row), y);
         if (lane % kRowLanes == 0) {
@@ -625,6 +639,7 @@ class Mamba2StepKernel
       }
     }
     this->template write_tile<true, kHasCopy>(tile, state(at), staged);
+    store_deferred(at, kPassRows, rest);
   }
 
   Act* y_at;      // output of token 2 q, state row g of the tile

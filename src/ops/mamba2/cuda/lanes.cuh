@@ -82,13 +82,19 @@ class Mamba2Lanes {
     }
   }
 
-  /// s = fma(s, decay, u * b): the one place where a state advances.
-  static __device__ __forceinline__ void advance(Tile& tile, int s, float decay, float u,
+  /// s = fma(u, b, s): the one place where a state advances (ops/mamba2/deferred_decay.h).
+  static __device__ __forceinline__ void advance(Tile& tile, int s, float u,
                                                  const float (&b)[kColumns]) {
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      tile.s[s][i] = __fmaf_rn(tile.s[s][i], decay, __fmul_rn(u, b[i]));
-    }
+    for (int i = 0; i < kColumns; ++i) tile.s[s][i] = __fmaf_rn(u, b[i], tile.s[s][i]);
+  }
+  static __device__ __forceinline__ void multiply(Tile& tile, int s, float by) {
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) tile.s[s][i] = __fmul_rn(tile.s[s][i], by);
+  }
+  static __device__ __forceinline__ void multiply(Tile& tile, float by) {
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) multiply(tile, s, by);
   }
 
   /// This lane's columns of a row of B or C, as loaded.

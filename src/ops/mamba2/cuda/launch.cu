@@ -3,6 +3,7 @@
 #include "cuda/operand_checks.h"
 #include "cuda/step_launch.cuh"
 #include "ops/mamba2/cuda/kernels.h"
+#include "ops/mamba2/deferred_decay.h"
 
 namespace replayssm::cuda {
 namespace {
@@ -75,6 +76,9 @@ Status validate_mamba2(const Mamba2CudaParams& p) {
   RSSM_RETURN_IF_ERROR(check_pointer("ring_x", p.ring_x));
   RSSM_RETURN_IF_ERROR(check_pointer("ring_b", p.ring_b));
   RSSM_RETURN_IF_ERROR(check_pointer("ring_dt", p.ring_dt));
+  if (defers_decay(p.checkpoint)) {
+    RSSM_RETURN_IF_ERROR(check_pointer("deferred decays", p.deferred));
+  }
   RSSM_RETURN_IF_ERROR(
       check_strides({{"state slot stride", p.state_slot_stride, p.checkpoint},
                      {"state head stride", p.state_head_stride, p.checkpoint},

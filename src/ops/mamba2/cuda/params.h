@@ -34,11 +34,15 @@ struct Mamba2CudaParams {
   void* ring_x = nullptr;    // (slots, heads, places, head_dim) activation type
   void* ring_b = nullptr;    // (slots, groups, places, state_size) activation type
   float* ring_dt = nullptr;  // (slots, heads, places)
-  ReadCopyParams copy;       // of rows of state_size, 16 rows of head_dim to a tile
+  // The decays deferred in an f32 checkpoint (ops/mamba2/deferred_decay.h): (slots, heads, head_dim
+  // / kDeferredRows). Null beside two-byte checkpoints.
+  float* deferred = nullptr;
+  ReadCopyParams copy;  // of rows of state_size, 16 rows of head_dim to a tile
   std::int64_t state_slot_stride = 0, state_head_stride = 0;
   std::int64_t ring_x_slot_stride = 0, ring_x_head_stride = 0, ring_x_place_stride = 0;
   std::int64_t ring_b_slot_stride = 0, ring_b_group_stride = 0, ring_b_place_stride = 0;
   std::int64_t ring_dt_slot_stride = 0, ring_dt_head_stride = 0;
+  std::int64_t deferred_slot_stride = 0;  // heads: head_dim / kDeferredRows apart
 
   // Parameters.
   const float* a = nullptr;        // (heads)

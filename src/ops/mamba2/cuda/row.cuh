@@ -8,6 +8,7 @@
 #include "cuda/warp.cuh"
 #include "ops/mamba2/cuda/config.h"
 #include "ops/mamba2/cuda/params.h"
+#include "ops/mamba2/deferred_decay.h"
 #include "state/cuda/row_of_step.cuh"
 
 namespace replayssm::cuda {
@@ -15,6 +16,8 @@ namespace replayssm::cuda {
 template <typename State, typename Act, int kStateSize>
 class Mamba2Row : protected RowOfStep {
  protected:
+  static constexpr bool kDefers = defers_decay(DTypeOf<State>::value);  // the checkpoint stores c
+
   struct Position {
     int head;
     int p0;  // first state row
@@ -60,6 +63,23 @@ class Mamba2Row : protected RowOfStep {
     return static_cast<State*>(p.state) + slot * p.state_slot_stride +
            at.head * p.state_head_stride + static_cast<std::int64_t>(at.p0) * kStateSize;
   }
+  /// Of the rows from at.p0 on.
+  __device__ __forceinline__ float* deferred_decay(const Position& at) const {
+    return p.deferred + slot * p.deferred_slot_stride +
+           (at.head * launch.head_dim + at.p0) / static_cast<int>(kDeferredRows);
+  }
+  /// As the checkpoint has it. All rows of a head have the same, but others may be writing theirs.
+  __device__ __forceinline__ DeferredDecay load_deferred(const Position& at) const {
+    if (!kDefers || zero) return DeferredDecay();
+    return DeferredDecay(*deferred_decay(at));
+  }
+  __device__ __forceinline__ void store_deferred(const Position& at, int rows,
+                                                 const DeferredDecay& deferred) const {
+    if (kDefers && lane < rows / static_cast<int>(kDeferredRows)) {
+      deferred_decay(at)[lane] = deferred.value();
+    }
+  }
+
   __device__ __forceinline__ Act* ring_x(const Position& at, int entry) const {
     return static_cast<Act*>(p.ring_x) + slot * p.ring_x_slot_stride +
            at.head * p.ring_x_head_stride + place(entry) * p.ring_x_place_stride + at.p0;

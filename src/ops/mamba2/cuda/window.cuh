@@ -19,8 +19,9 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
   using Base = Mamba2Pipeline<State, Act, kStateSize, kWindowSteps, kCopy>;
 
  protected:
-  using Base::kActPerChunk, Base::kHasCopy, Base::kind, Base::lane, Base::launch, Base::live;
-  using Base::own, Base::p, Base::places, Base::raw_time_step, Base::ring_b, Base::ring_dt;
+  using Base::kActPerChunk, Base::kDefers, Base::kHasCopy, Base::kind, Base::lane, Base::launch;
+  using Base::live, Base::load_deferred, Base::own, Base::p, Base::places, Base::raw_time_step,
+      Base::ring_b, Base::ring_dt;
   using Base::shared, Base::tile_begin, Base::token_b, Base::token_c, Base::warp;
   using typename Base::Copy, typename Base::Position;
 
@@ -65,8 +66,8 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
   /// A head's values by entry: the live records, then the row's own tokens.
   struct Table {
     float* weight;    // [token][kEntries]: dt times the product of later decays up to the token
-    float* dt;        // [entry]
-    float* decay;     // [entry]
+    float* dt;        // [entry]; of a record that is folded: its gain
+    float* decay;     // [entry]; of a record that is folded: what R is multiplied by first
     float* scale;     // [token]: product of all decays up to the token
     float* products;  // [kEntries], one-token kernels: B_entry . C
   };
@@ -243,11 +244,15 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
   /// A head's inputs as loaded, one head ahead of their use.
   struct HeadInputs {
     float a, d, bias;
+    DeferredDecay deferred;
     float dt[kEntryChunks];  // of entry 32 i + lane: recorded, or raw for an own token
   };
 
-  __device__ __forceinline__ HeadInputs load_head(std::int64_t head) const {
+  /// `at`: the first of the head's rows that the warp has.
+  __device__ __forceinline__ HeadInputs load_head(const Position& at) const {
+    const std::int64_t head = at.head;
     HeadInputs in;
+    in.deferred = load_deferred(at);
     in.a = p.a[head];
     in.d = p.d == nullptr ? 0.0f : p.d[head];
     in.bias = p.dt_bias == nullptr ? 0.0f : p.dt_bias[head];
@@ -286,7 +291,9 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
       own_dt[i] = dt;
     }
     __syncwarp();
-    const float all = kind == PlannedRow::kFlush ? 1.0f : newer;
+    if (kind != PlannedRow::kReplay) defer_records(out, in.deferred);
+    const float all = kind == PlannedRow::kFlush ? (kDefers ? deferred.value() : 1.0f)
+                                                 : newer * in.deferred.value();
     if constexpr (kOneToken) {
       if (own == 0) return;
       const float decay = out.decay[live];
@@ -305,6 +312,32 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
     } else {
       fill_weights(out, all, weight, own_dt);
     }
+  }
+
+  /// For folds, in place of the records' time steps and decays. One after the other: a fold of some
+  /// of them and then of the others has to come to the same.
+  __device__ __forceinline__ void defer_records(const Table& out, const DeferredDecay& before) {
+    deferred = before;
+    rescales = false;
+#pragma unroll 1
+    for (int first = 0; first < live; first += kWarpLanes) {
+      const int count = min(kWarpLanes, live - first);
+      DeferredDecay mine;
+      float factor = 1.0f;
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) {
+        const float before_record = deferred.take(out.decay[first + i]);
+        factor = lane == i ? before_record : factor;
+        mine = lane == i ? deferred : mine;
+      }
+      rescales |= __any_sync(kAllLanes, factor != 1.0f) != 0;
+      __syncwarp();
+      if (lane < count) {
+        out.dt[first + lane] = mine.gain(out.dt[first + lane]);
+        out.decay[first + lane] = factor;
+      }
+    }
+    __syncwarp();
   }
 
   /// The window's weights without B . C, and the outputs' scales, for several tokens.
@@ -405,6 +438,11 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
   }
 
   int g, q;  // lane of a product: lane / 4 and lane % 4
+
+  // Of a head whose records are folded: what they leave deferred, and whether one of them has R
+  // multiplied.
+  DeferredDecay deferred;
+  bool rescales;
 
   Columns c[kBlocks][kSegments];  // C of token 8 k + g
   float c_float[kBlocks][kSegments][kCFloats > 0 ? kCFloats : 1];
