@@ -37,8 +37,8 @@ Mamba2SharedPlan plan_shared(const Mamba2CudaParams& p, Mamba2Launch& launch) {
       launch.stages, static_cast<std::int32_t>((plan.warp_bytes - scratch) / plan.stage_bytes));
   std::int64_t at = std::int64_t{launch.warps} * plan.warp_bytes;
   plan.table_offset = static_cast<std::int32_t>(at);
-  plan.table_stride =
-      aligned(p.limits.draft_capacity * (mamba2_entries(mamba2_variant(p)) + 1) + 2 * places, 4);
+  plan.table_stride = aligned(
+      p.limits.draft_capacity * (mamba2_entries(mamba2_variant(p)) + 1) + 2 * places + 2, 4);
   at += aligned(std::int64_t{launch.warps} * plan.table_stride * 4, 16);
   plan.barrier_offset = static_cast<std::int32_t>(at);
   at += std::int64_t{launch.warps} * launch.stages * 8;

@@ -43,11 +43,11 @@ class Mamba2StepKernel
     : private Mamba2Window<State, Act, kStateSize, kTokenBlocks, kWindowSteps, kCopy>,
       private Mamba2Lanes<State, Act, kStateSize> {
   using Base = Mamba2Window<State, Act, kStateSize, kTokenBlocks, kWindowSteps, kCopy>;
-  using Base::c, Base::c_float, Base::copy_columns, Base::deferred, Base::fill_table, Base::g;
+  using Base::c, Base::c_float, Base::copy_columns, Base::fill_table, Base::g;
   using Base::copy_in_memory, Base::copy_in_stage, Base::time_step, Base::token_b, Base::token_c;
   using Base::first_stage, Base::first_tile, Base::gate, Base::kind, Base::lane, Base::launch;
   using Base::kActPerChunk, Base::kBChunks, Base::kBlocks, Base::kF16Products, Base::kHasCopy;
-  using Base::kDefers, Base::load_deferred, Base::load_head, Base::rescales, Base::store_deferred;
+  using Base::kDefers, Base::load_deferred, Base::load_head, Base::store_deferred;
   using Base::kOneEntries, Base::kOneLanes, Base::kOnePlain, Base::kOneToken, Base::kOneVectors;
   using Base::kOwn, Base::kPackedProducts, Base::kSegments, Base::kWeightTerms, Base::kWideAct;
   using Base::kWideState, Base::kXChunks;
@@ -485,6 +485,8 @@ class Mamba2StepKernel
     Tile tile;
     read_tile(staged, zero, tile);
     const Scratch with = scratch();
+    const float* rest = table().rest;
+    const bool rescales = __any_sync(kAllLanes, rest[1] != 0.0f) != 0;
 #pragma unroll 1
     for (int first = 0; first < live; first += kFoldRecords) {
       __syncwarp();
@@ -510,11 +512,11 @@ class Mamba2StepKernel
         from_b += kFoldStep * kStateSize;
       }
     }
-    if constexpr (!kDefers) Lanes::multiply(tile, deferred.value());
+    if constexpr (!kDefers) Lanes::multiply(tile, rest[0]);
     if (to_global) {
       this->template write_tile<true, true>(
           tile, state(at) + static_cast<std::int64_t>(first_row) * kStateSize, staged);
-      store_deferred({at.head, at.p0 + first_row}, kPassRows, deferred);
+      store_deferred({at.head, at.p0 + first_row}, kPassRows, DeferredDecay(rest[0]));
     } else {
       this->template write_tile<false, true>(tile, nullptr, staged);
     }
@@ -562,7 +564,9 @@ class Mamba2StepKernel
     TokenOperands first{};
     if (token_count > 0) first = load_operands(0, at);
     const float lane_dt = lane < token_count ? time_step(lane, at.head) : 0.0f;
-    if (live == 0) deferred = load_deferred(at);
+    const DeferredDecay before = live == 0 ? load_deferred(at)
+                                 : kDefers ? DeferredDecay(table().rest[0])
+                                           : DeferredDecay();
     ptx::mbarrier_wait(stage.barrier, stage.parity);
     __syncwarp();
     if (live > 0) {
@@ -575,12 +579,12 @@ class Mamba2StepKernel
       }
       return;
     }
-    committed_pass(at, stage_state(from), first, lane_dt);
+    committed_pass(at, stage_state(from), first, lane_dt, before);
 #pragma unroll 1
     for (int first_row = kPassRows; first_row < kTileRows; first_row += kPassRows) {
       const Position pass{at.head, at.p0 + first_row};
       committed_pass(pass, stage_state(from) + first_row * kStateSize, load_operands(0, pass),
-                     lane_dt);
+                     lane_dt, before);
     }
     if constexpr (kHasCopy) {
       __syncwarp();
@@ -589,12 +593,12 @@ class Mamba2StepKernel
   }
 
   /// All tokens through kPassRows rows of the state. `next`: the first token's operands; `lane_dt`:
-  /// the time step of token `lane`.
+  /// the time step of token `lane`; `rest`: what is deferred before it.
   __device__ __forceinline__ void committed_pass(const Position& at, State* staged,
-                                                 TokenOperands next, float lane_dt) {
+                                                 TokenOperands next, float lane_dt,
+                                                 DeferredDecay rest) {
     const float a = p.a[at.head];
     const float d = p.d == nullptr ? 0.0f : p.d[at.head];
-    DeferredDecay rest = kDefers ? deferred : DeferredDecay();
     Tile tile;
     read_tile(staged, zero && live == 0, tile);
     for (std::int64_t t0 = 0; t0 < token_count; t0 += kWarpLanes) {

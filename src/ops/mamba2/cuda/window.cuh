@@ -69,6 +69,8 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
     float* dt;        // [entry]; of a record that is folded: its gain
     float* decay;     // [entry]; of a record that is folded: what R is multiplied by first
     float* scale;     // [token]: product of all decays up to the token
+    float* rest;      // [2], of records that are folded: what they leave deferred, and whether
+                      // any of them has R multiplied (0 or 1)
     float* products;  // [kEntries], one-token kernels: B_entry . C
   };
   __device__ __forceinline__ Table table() const {
@@ -76,7 +78,8 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
                   warp * launch.shared.table_stride;
     const int tokens = static_cast<int>(p.limits.draft_capacity);
     float* dt = base + tokens * kEntries;
-    return {base, dt, dt + places, dt + 2 * places, base};
+    float* scale = dt + 2 * places;
+    return {base, dt, dt + places, scale, scale + tokens, base};
   }
 
   // ---- What the run shares: the tokens' C, and B . C ----
@@ -292,8 +295,8 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
     }
     __syncwarp();
     if (kind != PlannedRow::kReplay) defer_records(out, in.deferred);
-    const float all = kind == PlannedRow::kFlush ? (kDefers ? deferred.value() : 1.0f)
-                                                 : newer * in.deferred.value();
+    const float all =
+        kind == PlannedRow::kFlush ? (kDefers ? out.rest[0] : 1.0f) : newer * in.deferred.value();
     if constexpr (kOneToken) {
       if (own == 0) return;
       const float decay = out.decay[live];
@@ -316,9 +319,8 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
 
   /// For folds, in place of the records' time steps and decays. One after the other: a fold of some
   /// of them and then of the others has to come to the same.
-  __device__ __forceinline__ void defer_records(const Table& out, const DeferredDecay& before) {
-    deferred = before;
-    rescales = false;
+  __device__ __forceinline__ void defer_records(const Table& out, DeferredDecay deferred) const {
+    bool rescales = false;
 #pragma unroll 1
     for (int first = 0; first < live; first += kWarpLanes) {
       const int count = min(kWarpLanes, live - first);
@@ -336,6 +338,10 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
         out.dt[first + lane] = mine.gain(out.dt[first + lane]);
         out.decay[first + lane] = factor;
       }
+    }
+    if (lane == 0) {
+      out.rest[0] = deferred.value();
+      out.rest[1] = rescales ? 1.0f : 0.0f;
     }
     __syncwarp();
   }
@@ -438,11 +444,6 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
   }
 
   int g, q;  // lane of a product: lane / 4 and lane % 4
-
-  // Of a head whose records are folded: what they leave deferred, and whether one of them has R
-  // multiplied.
-  DeferredDecay deferred;
-  bool rescales;
 
   Columns c[kBlocks][kSegments];  // C of token 8 k + g
   float c_float[kBlocks][kSegments][kCFloats > 0 ? kCFloats : 1];
