@@ -112,9 +112,9 @@ Work work_of(const Mamba2Shape& shape, double activation, FlushMode) {
                            static_cast<double>(shape.groups * shape.state_size)) *
                               activation +
                           heads * sizeof(float),
-          .plain_ops = 3,
+          .plain_ops = 2,
           .read_ops = 1,
-          .fold_ops = 2,
+          .fold_ops = 1,
           .gpu_element = 0.62e-12};
 }
 
@@ -172,7 +172,7 @@ Seconds gpu_layer_seconds(const Work& work, const StatePoolOptions& options, Rea
                           double sequences) {
   // Measured on an H200: what a step takes beside its bytes, and bytes/s behind that. The direct
   // kernels of few sequences begin sooner and take in-place decoding's time per sequence.
-  constexpr double kPlainStart = 2.8e-6, kPlainBandwidth = 3.6e12;
+  constexpr double kPlainStart = 2.8e-6, kPlainBandwidth = 3.7e12;
   constexpr double kDirectStart = 3.0e-6, kDirectShare = 1.1;
   constexpr double kStreamedStart = 7.5e-6, kStreamedBandwidth = 4.0e12;
   const double window = options.limits.window;

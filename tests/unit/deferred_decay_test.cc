@@ -3,9 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cmath>
+#include <cstdint>
 #include <limits>
-#include <vector>
 
 #include "support/rng.h"
 
@@ -85,14 +86,19 @@ TEST(DeferredDecay, GoesOnFromTheStoredNumber) {
   }
 }
 
-/// Half a unit in the last place: as good as a division.
-TEST(DeferredDecay, GainIsAQuotient) {
-  Rng rng(3);
-  for (int i = 0; i < 100000; ++i) {
-    const float c = std::exp2(rng.uniform(-32.0f, 32.0f));
-    ASSERT_NEAR(double{DeferredDecay(c).gain(1.0f)} * c, 1.0, 0x1p-24 * 1.01) << c;
+/// GPUs and CPUs take the same reciprocal: for every mantissa, and whatever the exponent.
+TEST(DeferredDecay, ReciprocalsAreRoundedAlike) {
+  for (std::uint32_t mantissa = 0; mantissa < 1u << 23; ++mantissa) {
+    const float c = std::bit_cast<float>(0x3f000000u | mantissa);
+    ASSERT_EQ(branchless_reciprocal(c), 1.0f / c) << c;
   }
-  EXPECT_EQ(DeferredDecay().gain(0.37f), 0.37f);
+  for (int exponent = -32; exponent <= 32; ++exponent) {
+    for (const float mantissa : {1.0f, 1.25f, 0x1.fffffep0f}) {
+      const float c = std::ldexp(exponent == 32 ? 1.0f : mantissa, exponent);
+      ASSERT_EQ(branchless_reciprocal(c), 1.0f / c) << c;
+      ASSERT_EQ(DeferredDecay(c).gain(3.0f), 3.0f * (1.0f / c)) << c;
+    }
+  }
 }
 
 }  // namespace

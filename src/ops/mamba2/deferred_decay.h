@@ -18,17 +18,35 @@
 
 namespace replayssm {
 
+/// 1 / c, rounded as by a division, for c in [2^-32, 2^32]: by Newton's method from an estimate of
+/// 12%, which misses a mantissa of ones alone. It has no branch. GPUs divide with one, after which
+/// a compiler no longer knows that a warp is together.
+RSSM_ALWAYS_INLINE RSSM_HOST_DEVICE float branchless_reciprocal(float c) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &c, sizeof bits);
+  const std::uint32_t estimate = 0x7ef311c7u - bits;
+  float r;
+  std::memcpy(&r, &estimate, sizeof r);
+  for (int i = 0; i < 4; ++i) r = std::fma(r, std::fma(-c, r, 1.0f), r);
+  std::uint32_t rounded;
+  std::memcpy(&rounded, &r, sizeof rounded);
+  rounded += (bits & 0x7fffffu) == 0x7fffffu ? 1 : 0;
+  std::memcpy(&r, &rounded, sizeof r);
+  return r;
+}
+
+/// c of the equations above.
 class DeferredDecay {
  public:
   DeferredDecay() = default;
-  RSSM_HOST_DEVICE explicit DeferredDecay(float c) : c_(c) {}
+  RSSM_ALWAYS_INLINE RSSM_HOST_DEVICE explicit DeferredDecay(float c) : c_(c) {}
 
   /// c: what R is to be multiplied by.
-  RSSM_HOST_DEVICE float value() const { return c_; }
+  RSSM_ALWAYS_INLINE RSSM_HOST_DEVICE float value() const { return c_; }
 
   /// Takes a token's decay along. Returns what R has to be multiplied by before the token is added:
-  /// 1, but where c would leave [2^-32, 2^32], which says nothing but the tokens.
-  RSSM_HOST_DEVICE float take(float decay) {
+  /// 1, but where c would leave [2^-32, 2^32], which depends on the tokens alone.
+  RSSM_ALWAYS_INLINE RSSM_HOST_DEVICE float take(float decay) {
     const float c = c_ * decay;
     const bool keeps = c >= 0x1p-32f && c <= 0x1p32f;
     c_ = keeps ? c : 1.0f;
@@ -36,27 +54,20 @@ class DeferredDecay {
   }
 
   /// dt / c: what x B^T of the token just taken along is added with.
-  RSSM_HOST_DEVICE float gain(float dt) const { return dt * reciprocal(c_); }
-
- private:
-  /// 1 / c within a unit in the last place, for c in [2^-32, 2^32], by Newton's method from an
-  /// estimate of 12%. The same bits everywhere, and no branch: GPUs divide with one, after which a
-  /// compiler no longer knows that a warp is together.
-  static RSSM_HOST_DEVICE float reciprocal(float c) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &c, sizeof bits);
-    bits = 0x7ef311c7u - bits;
-    float r;
-    std::memcpy(&r, &bits, sizeof r);
-    for (int i = 0; i < 4; ++i) r = std::fma(r, std::fma(-c, r, 1.0f), r);
-    return r;
+  RSSM_ALWAYS_INLINE RSSM_HOST_DEVICE float gain(float dt) const {
+#if defined(__CUDA_ARCH__)
+    return dt * branchless_reciprocal(c_);
+#else
+    return dt * (1.0f / c_);
+#endif
   }
 
+ private:
   float c_ = 1.0f;
 };
 
-/// Rows of a head that share a stored c. Kernels give so many to one thread or warp at least, so
-/// whoever advances rows reads and writes their c alone.
+/// Rows of a head that share a stored c: as many as one warp or thread has at least, so that
+/// whoever advances rows is alone with their c.
 inline constexpr std::int64_t kDeferredRows = 8;
 
 constexpr bool defers_decay(DType checkpoint) { return checkpoint == DType::kF32; }

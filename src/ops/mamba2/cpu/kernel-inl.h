@@ -8,7 +8,6 @@
 // of Vec::sum. Blocking therefore never changes a result.
 #pragma once
 
-#include <algorithm>
 #include <cstring>
 
 #include "cpu/gates.h"
@@ -82,7 +81,7 @@ class Mamba2Kernel {
                              const DeferredDecay& deferred) {
     if (!kDefers) return;
     float* to = task.deferred + deferred_at(task, head);
-    std::fill(to, to + task.head_dim / kDeferredRows, deferred.value());
+    for (std::int64_t i = 0; i < task.head_dim / kDeferredRows; ++i) to[i] = deferred.value();
   }
 
   /// The live records of a head, ready for outputs.
@@ -290,9 +289,7 @@ class Mamba2Kernel {
         in = out;
         float y[kBlock];
         V::sum8(sum, y);
-        if (kDefers) {
-          for (float& of_row : y) of_row *= advances[t].rest;
-        }
+        for (float& of_row : y) of_row *= advances[t].rest;
         finish(task, first + t, head, p, y);
       }
     }
@@ -305,13 +302,16 @@ class Mamba2Kernel {
   static void advance_block(const Mamba2Task& task, std::int64_t head, std::int64_t token,
                             std::int64_t p, const Advance& by, const State* in, State* out,
                             V* sums) {
+    if (in == nullptr) {  // once in a sequence
+      std::memset(out, 0, sizeof(State) * static_cast<std::size_t>(kBlock * task.state_size));
+      in = out;
+    }
     for (int r = 0; r < kBlock; r += R) {
       const std::int64_t at = r * task.state_size;
-      const State* from = in == nullptr ? nullptr : in + at;
       if (by.factor == 1.0f) {
-        advance_rows<R, false>(task, head, token, p + r, by, from, out + at, sums + r);
+        advance_rows<R, false>(task, head, token, p + r, by, in + at, out + at, sums + r);
       } else {
-        advance_rows<R, true>(task, head, token, p + r, by, from, out + at, sums + r);
+        advance_rows<R, true>(task, head, token, p + r, by, in + at, out + at, sums + r);
       }
     }
   }
@@ -337,12 +337,12 @@ class Mamba2Kernel {
       for (int r = 0; r < R; ++r) {
         const std::int64_t at = r * task.state_size + n;
         prefetch_next(out + r * task.state_size, n, task.state_size);
-        V s = in == nullptr ? V::zero() : V::load(in + at);
+        V s = V::load(in + at);
         if (kScales) s = s * factor;
         s = fma(u[r], bn, s);
+        sum[r] = fma(s, cn, sum[r]);
         if (!kDefers) s = s * rest;
         s.store(out + at);
-        sum[r] = fma(s, cn, sum[r]);
       }
     }
     for (int r = 0; r < R; ++r) sums[r] = sum[r];

@@ -31,8 +31,8 @@ struct Mamba2SharedPlan {
   std::int32_t copy_stage_bytes = 0;  // tiles of a read copy, then their x
   std::int32_t copy_x_offset = 0;     // within a stage
   std::int32_t warp_bytes = 0;  // stages; or, where records are folded, fewer and scratch memory
-  std::int32_t table_offset =
-      0;  // per warp: weight (T, entries), dt, decay (places), scale (T), rest
+  // Per warp: weight (T, entries), dt, decay (places), scale (T), rest (2).
+  std::int32_t table_offset = 0;
   std::int32_t table_stride = 0;    // floats
   std::int32_t barrier_offset = 0;  // (warps, stages)
   std::int32_t bytes = 0;
