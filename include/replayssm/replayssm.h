@@ -207,6 +207,20 @@ RSSM_API rssm_status rssm_pool_bytes_per_slot(const rssm_pool_options* options,
                                               rssm_slot_bytes* bytes);
 RSSM_API rssm_status rssm_pool_slots_for_budget(const rssm_pool_options* options, uint64_t budget,
                                                 int64_t* slots);
+
+typedef struct rssm_decode_plan {
+  int32_t replay;       /* a truth value: by replay, else in place */
+  int32_t window;       /* L; 0 in place */
+  double plain_seconds; /* estimates per token of one sequence, over all layers */
+  double replay_seconds;
+  char reason[256]; /* one line for a person */
+} rssm_decode_plan;
+
+/* Whether `sequences` sequences are better decoded in place or by replay: decode_plan.h. */
+RSSM_API rssm_status rssm_choose_decode(const rssm_context* context,
+                                        const rssm_pool_options* options, int64_t sequences,
+                                        rssm_decode_plan* plan);
+
 RSSM_API rssm_status rssm_pool_create(const rssm_pool_options* options, rssm_pool** pool);
 RSSM_API void rssm_pool_destroy(rssm_pool* pool);
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "c_api/boundary.h"
+#include "replayssm/decode_plan.h"
 #include "replayssm/read_copy.h"
 
 namespace {
@@ -217,6 +218,26 @@ rssm_status rssm_pool_slots_for_budget(const rssm_pool_options* options, uint64_
     RSSM_RETURN_IF_ERROR(check_not_null("slots", slots));
     RSSM_ASSIGN_OR_RETURN(const StatePoolOptions o, pool_options(options));
     RSSM_ASSIGN_OR_RETURN(*slots, StatePool::slots_for_budget(o, budget));
+    return {};
+  });
+}
+
+rssm_status rssm_choose_decode(const rssm_context* context, const rssm_pool_options* options,
+                               int64_t sequences, rssm_decode_plan* plan) {
+  return guarded([&]() -> Status {
+    RSSM_RETURN_IF_ERROR(check_not_null("plan", plan));
+    RSSM_ASSIGN_OR_RETURN(const StatePoolOptions o, pool_options(options));
+    DecodePlan found;
+    RSSM_RETURN_IF_ERROR(with_context(context, [&](const auto& c) -> Status {
+      RSSM_ASSIGN_OR_RETURN(found, choose_decode(c, o, sequences));
+      return {};
+    }));
+    *plan = {};
+    plan->replay = found.replay ? 1 : 0;
+    plan->window = found.window;
+    plan->plain_seconds = found.plain_seconds;
+    plan->replay_seconds = found.replay_seconds;
+    found.reason.copy(plan->reason, sizeof plan->reason - 1);
     return {};
   });
 }

@@ -90,6 +90,16 @@ static void options_are_checked(void) {
   options.storage_bytes = sizeof storage;
   CHECK_REFUSED(rssm_pool_create(&options, &pool), RSSM_INVALID_ARGUMENT, "storage", "64");
   options = good_options();
+  rssm_decode_plan plan;
+  memset(&plan, 0x5a, sizeof plan);
+  const rssm_decode_plan untouched = plan;
+  CHECK_REFUSED(rssm_choose_decode(NULL, &options, 0, &plan), RSSM_INVALID_ARGUMENT, "sequences is 0",
+                "at least 1");
+  CHECK_REFUSED(rssm_choose_decode(NULL, &options, 1, NULL), RSSM_INVALID_ARGUMENT, "plan", "NULL");
+  options.window = 99;
+  CHECK_REFUSED(rssm_choose_decode(NULL, &options, 1, &plan), RSSM_INVALID_ARGUMENT, "99", "64");
+  CHECK(memcmp(&plan, &untouched, sizeof plan) == 0);
+  options = good_options();
   options.slots = INT64_MAX;
   CHECK_REFUSED(rssm_pool_create(&options, &pool), RSSM_INVALID_ARGUMENT, "slots",
                 "9223372036854775807");

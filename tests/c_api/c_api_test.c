@@ -82,6 +82,33 @@ static rssm_pool* make_pool(int32_t window) {
   return pool;
 }
 
+/* On a GPU one sequence decodes in place and many by replay; no device is asked. On the CPU either
+ * may come out, by the machine. */
+static void decode_is_chosen(void) {
+  rssm_layer layer = mamba2_layer();
+  layer.shape.mamba2 = (rssm_mamba2_shape){64, 64, 128, 8};
+  rssm_pool_options options;
+  CHECK_OK(rssm_pool_options_init(&options, sizeof options));
+  options.layers = &layer;
+  options.layer_count = 1;
+  options.window = 16;
+  options.activation = RSSM_BF16;
+  rssm_context gpu;
+  CHECK_OK(rssm_context_init(&gpu, sizeof gpu));
+  gpu.device_kind = RSSM_DEVICE_CUDA;
+  rssm_decode_plan plan;
+  memset(&plan, 0xff, sizeof plan);
+  CHECK_OK(rssm_choose_decode(&gpu, &options, 1, &plan));
+  CHECK(plan.replay == 0 && plan.window == 0);
+  CHECK(plan.plain_seconds > 0 && plan.replay_seconds > plan.plain_seconds);
+  CHECK(strstr(plan.reason, "window of 16") != NULL);
+  CHECK_OK(rssm_choose_decode(&gpu, &options, 256, &plan));
+  CHECK(plan.replay == 1 && plan.window == 16);
+  CHECK(plan.replay_seconds > 0 && plan.replay_seconds < plan.plain_seconds);
+  CHECK_OK(rssm_choose_decode(NULL, &options, 4, &plan));
+  CHECK(plan.window == (plan.replay ? 16 : 0) && plan.reason[0] != '\0');
+}
+
 /* One step of one row: tokens [first, first + count) of the sequence; y (count, kX). */
 static void step(rssm_pool* pool, const rssm_context* context, int32_t slot, int first, int count,
                  rssm_row_kind kind, int64_t accepted, float* y) {
@@ -182,6 +209,7 @@ static void f16_step(void) {
 
 int main(void) {
   f16_step();
+  decode_is_chosen();
   static double want[kTokens][kX];
   for (int i = 0; i < kWidth * kChannels; ++i) weight[i] = pseudo_random();
   for (int t = 0; t < kTokens; ++t) {
