@@ -93,8 +93,8 @@ static void options_are_checked(void) {
   rssm_decode_plan plan;
   memset(&plan, 0x5a, sizeof plan);
   const rssm_decode_plan untouched = plan;
-  CHECK_REFUSED(rssm_choose_decode(NULL, &options, 0, &plan), RSSM_INVALID_ARGUMENT, "sequences is 0",
-                "at least 1");
+  CHECK_REFUSED(rssm_choose_decode(NULL, &options, 0, &plan), RSSM_INVALID_ARGUMENT,
+                "sequences is 0", "at least 1");
   CHECK_REFUSED(rssm_choose_decode(NULL, &options, 1, NULL), RSSM_INVALID_ARGUMENT, "plan", "NULL");
   options.window = 99;
   CHECK_REFUSED(rssm_choose_decode(NULL, &options, 1, &plan), RSSM_INVALID_ARGUMENT, "99", "64");
