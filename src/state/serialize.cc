@@ -3,8 +3,8 @@
 // Read copies are not part of it: they are functions of the checkpoint.
 //
 //   magic, version | model id | types | geometry and flush mode of every layer | cursor | first
-//   convolution position per layer: checkpoint (absent at position 0), record fields oldest first,
-//   convolution inputs oldest first | FNV-1a 64 of everything before
+//   convolution position per layer: checkpoint fields (absent at position 0), record fields oldest
+//   first, convolution inputs oldest first | FNV-1a 64 of everything before
 //
 // Little-endian, fields packed. An entry of a ring is written as (outer, inner), so the geometry of
 // the ring it came from leaves no trace.
