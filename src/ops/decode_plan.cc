@@ -4,6 +4,7 @@
 #include <sstream>
 
 #include "ops/delta_rule/shape.h"
+#include "ops/mamba2/deferred_decay.h"
 
 #if defined(__linux__)
 #include <unistd.h>
@@ -105,14 +106,15 @@ struct Work {
   double gpu_element = 0;   // seconds of an element in a replay step bound by issue
 };
 
-Work work_of(const Mamba2Shape& shape, double activation, FlushMode) {
+/// In place, states that are stored as they are take a product more (mamba2/deferred_decay.h).
+Work work_of(const Mamba2Shape& shape, double activation, DType checkpoint, FlushMode) {
   const auto heads = static_cast<double>(shape.heads);
   return {.elements = static_cast<double>(shape.state_elements()),
           .record_bytes = (heads * static_cast<double>(shape.head_dim) +
                            static_cast<double>(shape.groups * shape.state_size)) *
                               activation +
                           heads * sizeof(float),
-          .plain_ops = 2,
+          .plain_ops = defers_decay(checkpoint) ? 2.0 : 3.0,
           .read_ops = 1,
           .fold_ops = 1,
           .gpu_element = 0.62e-12};
@@ -131,10 +133,10 @@ Work work_of(const DeltaRuleShape& shape, double activation, FlushMode flush) {
           .fold_ops = flush == FlushMode::kFast ? 1.0 : 3.0,
           .gpu_element = shape.channel_decay ? 1.6e-12 : 0.84e-12};
 }
-Work work_of(const GatedDeltaNetShape& shape, double activation, FlushMode flush) {
+Work work_of(const GatedDeltaNetShape& shape, double activation, DType, FlushMode flush) {
   return work_of(delta_rule(shape), activation, flush);
 }
-Work work_of(const KimiDeltaAttentionShape& shape, double activation, FlushMode flush) {
+Work work_of(const KimiDeltaAttentionShape& shape, double activation, DType, FlushMode flush) {
   return work_of(delta_rule(shape), activation, flush);
 }
 
@@ -199,7 +201,9 @@ DecodePlan decide(const StatePoolOptions& options, OfLayer of_layer, const char*
   for (int layer = 0; static_cast<std::size_t>(layer) < options.layers.size(); ++layer) {
     const LayerSpec& spec = options.layers[static_cast<std::size_t>(layer)];
     const Work work = std::visit(
-        [&](const auto& shape) { return work_of(shape, activation, options.flush_mode(layer)); },
+        [&](const auto& shape) {
+          return work_of(shape, activation, options.checkpoint, options.flush_mode(layer));
+        },
         spec.recurrence);
     sum += of_layer(work, spec.read_copy);
   }

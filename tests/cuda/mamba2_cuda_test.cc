@@ -167,56 +167,66 @@ Mamba2Tuning any_kernel(Harness& h) {
 }
 
 TEST_F(Mamba2Cuda, FlushIsBitEqualToPlainDecoding) {
+  std::vector<Case> cases;
   for (const DType activation : {DType::kF32, DType::kBF16}) {
-    for (const ReplayLimits limit : {limits_of(16, 4), limits_of(16, 1), limits_of(5, 3)}) {
-      // Decays of one of them vanish.
-      Case c{.shape = {.heads = 4, .head_dim = 80, .state_size = 128, .groups = 2},
-             .limits = limit,
-             .activation = activation,
-             .slots = 2,
-             .seed = 11};
-      if (limit.window == 5) c.most_a = 200.0f;
-      Harness h(c);
-      std::vector<Mamba2Token> waiting;  // accepted by slot 0, not yet given to slot 1
-      int flushes = 0;
-      for (int i = 0; i < 300; ++i) {
-        const bool flushes_now = tentative_row_flushes(h.cursors[0], c.limits);
-        const std::vector<Mamba2Token> tokens = h.tokens(h.uniform(1, limit.draft_capacity));
-        h.step({{RowKind::kTentative, 0, tokens}}, any_kernel(h), i % 37 == 0);
-        if (HasFatalFailure()) return;
-        if (flushes_now) {
-          ++flushes;
-          h.pending.clear();  // the commit below belongs to slot 0's row
-          const std::vector<unsigned char> flushed = h.state_of(0);
-          const std::vector<DeviceRow> rows = h.device_rows;
-          // Plain decoding of the same tokens, in rows of random length.
-          std::size_t done = 0;
-          Cursor saved = h.cursors[0];
-          while (done < waiting.size()) {
-            const auto n = static_cast<std::size_t>(
-                h.uniform(1, static_cast<std::int64_t>(waiting.size() - done)));
-            const auto first = waiting.begin() + static_cast<std::ptrdiff_t>(done);
-            h.step({{RowKind::kCommitted, 1, {first, first + static_cast<std::ptrdiff_t>(n)}}},
-                   any_kernel(h), false);
-            if (HasFatalFailure()) return;
-            h.commit({static_cast<std::int64_t>(n)});
-            if (HasFatalFailure()) return;
-            done += n;
-          }
-          waiting.clear();
-          ASSERT_TRUE(saved == h.cursors[0]);
-          ASSERT_EQ(flushed, h.state_of(1)) << c.name() << ", flush " << flushes;
-          // Bring slot 0's row back for its commit.
-          h.put_operands({{RowKind::kTentative, 0, tokens}});
-          h.pending = {{RowKind::kTentative, 0, tokens}};
-        }
-        const std::int64_t accepted = h.uniform(0, static_cast<std::int64_t>(tokens.size()));
-        h.commit({accepted});
-        if (HasFatalFailure()) return;
-        waiting.insert(waiting.end(), tokens.begin(), tokens.begin() + accepted);
-      }
-      EXPECT_GT(flushes, 5);
+    for (const ReplayLimits limits : {limits_of(16, 4), limits_of(16, 1), limits_of(5, 3)}) {
+      cases.push_back({.shape = {.heads = 4, .head_dim = 80, .state_size = 128, .groups = 2},
+                       .limits = limits,
+                       .activation = activation});
+      // Decays that vanish.
+      if (limits.window == 5) cases.back().most_a = 200.0f;
     }
+  }
+  // Several times more records than are folded, or tokens than are prepared, together.
+  for (const std::int64_t state_size : {64, 128, 256}) {
+    cases.push_back({.shape = {.heads = 2, .head_dim = 16, .state_size = state_size, .groups = 1},
+                     .limits = limits_of(40, 8)});
+    cases.back().most_a = 60.0f;
+  }
+  for (Case& c : cases) {
+    c.slots = 2;
+    c.seed = 11;
+    const int steps = c.limits.window > 16 ? 150 : 300;
+    Harness h(c);
+    std::vector<Mamba2Token> waiting;  // accepted by slot 0, not yet given to slot 1
+    int flushes = 0;
+    for (int i = 0; i < steps; ++i) {
+      const bool flushes_now = tentative_row_flushes(h.cursors[0], c.limits);
+      const std::vector<Mamba2Token> tokens = h.tokens(h.uniform(1, c.limits.draft_capacity));
+      h.step({{RowKind::kTentative, 0, tokens}}, any_kernel(h), i % 37 == 0);
+      if (HasFatalFailure()) return;
+      if (flushes_now) {
+        ++flushes;
+        h.pending.clear();  // the commit below belongs to slot 0's row
+        const std::vector<unsigned char> flushed = h.state_of(0);
+        const std::vector<DeviceRow> rows = h.device_rows;
+        // Plain decoding of the same tokens, in rows of random length.
+        std::size_t done = 0;
+        Cursor saved = h.cursors[0];
+        while (done < waiting.size()) {
+          const auto n = static_cast<std::size_t>(
+              h.uniform(1, static_cast<std::int64_t>(waiting.size() - done)));
+          const auto first = waiting.begin() + static_cast<std::ptrdiff_t>(done);
+          h.step({{RowKind::kCommitted, 1, {first, first + static_cast<std::ptrdiff_t>(n)}}},
+                 any_kernel(h), false);
+          if (HasFatalFailure()) return;
+          h.commit({static_cast<std::int64_t>(n)});
+          if (HasFatalFailure()) return;
+          done += n;
+        }
+        waiting.clear();
+        ASSERT_TRUE(saved == h.cursors[0]);
+        ASSERT_EQ(flushed, h.state_of(1)) << c.name() << ", flush " << flushes;
+        // Bring slot 0's row back for its commit.
+        h.put_operands({{RowKind::kTentative, 0, tokens}});
+        h.pending = {{RowKind::kTentative, 0, tokens}};
+      }
+      const std::int64_t accepted = h.uniform(0, static_cast<std::int64_t>(tokens.size()));
+      h.commit({accepted});
+      if (HasFatalFailure()) return;
+      waiting.insert(waiting.end(), tokens.begin(), tokens.begin() + accepted);
+    }
+    EXPECT_GT(flushes, 5);
   }
 }
 

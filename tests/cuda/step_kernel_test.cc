@@ -9,6 +9,7 @@
 #include "cuda/step_kernel.h"
 #include "ops/delta_rule/cuda/config.h"
 #include "ops/mamba2/cuda/config.h"
+#include "state/cuda/layer_kernels.h"
 #include "support/compare.h"
 
 namespace replayssm::cuda {
@@ -82,6 +83,23 @@ TEST(StepKernel, PlainDecodingOfF32StatesIsDirectForAnyNumberOfRows) {
     EXPECT_TRUE(is_direct(d));
     d.checkpoint = DType::kBF16;
     EXPECT_FALSE(is_direct(d));
+  }
+}
+
+TEST(StepKernel, ExplanationsNameBothKernels) {
+  const LayerSpec layer{Mamba2Shape{64, 64, 128, 8}, {}};
+  StatePoolOptions options;
+  options.activation = DType::kBF16;
+  for (const DType checkpoint : {DType::kF32, DType::kBF16}) {
+    options.checkpoint = checkpoint;
+    LayerKernels kernels(layer, options);
+    for (const std::int64_t rows : {1, 256}) {
+      kernels.set_rows(nullptr, rows);
+      const std::string text = kernels.explain(device_of(90)).value();
+      EXPECT_EQ(text.find(kDirectPlainReason) != std::string::npos,
+                checkpoint == DType::kF32 && rows > 1)
+          << text;
+    }
   }
 }
 

@@ -276,7 +276,7 @@ TEST(Mamba2, C78_StoredStateIsHeadsByHeadDimByStateSize) {
 TEST(Mamba2, ChangedStateIsSeen) {
   const Mamba2Case c = small_case("teeth", 8, 4);
   const Mamba2Model model(c);
-  for (const char* name : {"checkpoint", "x", "b", "dt"}) {
+  for (const char* name : {"checkpoint", "deferred_decay", "x", "b", "dt"}) {
     for (const CpuContext& context : Contexts()) {
       StatePool pool = model.make_pool(2);
       Mamba2Runner runner(model, pool, context);

@@ -59,8 +59,8 @@ void multiply_deferred(const std::vector<float>& decays, std::vector<T>& state) 
   for (std::size_t i = 0; i < state.size(); ++i) state[i] *= decays[i / each];
 }
 
-/// The checkpoint (heads, head_dim, state_size), decoded.
-inline std::vector<float> checkpoint_values(const StatePool& pool, int layer, std::int32_t slot) {
+/// What a checkpoint stores (heads, head_dim, state_size), decoded.
+inline std::vector<float> stored_values(const StatePool& pool, int layer, std::int32_t slot) {
   const std::vector<std::byte> page = page_bytes(pool, layer, slot);
   const PageLayout& layout = pool.impl().layout(layer);
   const Field& field = layout.field("checkpoint");
@@ -68,7 +68,17 @@ inline std::vector<float> checkpoint_values(const StatePool& pool, int layer, st
   for (std::size_t i = 0; i < values.size(); ++i) {
     values[i] = load_element(field.dtype, page.data() + field.offset, static_cast<std::int64_t>(i));
   }
-  multiply_deferred(deferred_decays(layout, page.data()), values);
+  return values;
+}
+
+inline std::vector<float> deferred_decays(const StatePool& pool, int layer, std::int32_t slot) {
+  return deferred_decays(pool.impl().layout(layer), page_bytes(pool, layer, slot).data());
+}
+
+/// The state of a checkpoint.
+inline std::vector<float> checkpoint_values(const StatePool& pool, int layer, std::int32_t slot) {
+  std::vector<float> values = stored_values(pool, layer, slot);
+  multiply_deferred(deferred_decays(pool, layer, slot), values);
   return values;
 }
 

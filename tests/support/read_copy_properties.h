@@ -36,7 +36,7 @@ inline std::vector<double> read_copy_values(StatePool& pool, int layer, std::int
   const PageLayout& layout = pool.impl().layout(layer);
   std::vector<double> values =
       read_copy_values(pool.impl().read_copy(layer, slot), layout.field("checkpoint").outer);
-  multiply_deferred(deferred_decays(layout, page_bytes(pool, layer, slot).data()), values);
+  multiply_deferred(deferred_decays(pool, layer, slot), values);
   return values;
 }
 

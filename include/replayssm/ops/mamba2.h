@@ -85,7 +85,8 @@ Status mamba2_step(const CudaContext& context, StatePool& pool, int layer, Step&
 /// Which kernel mamba2_step runs for this pool and layer, and why; or why none can.
 Result<std::string> mamba2_explain(const CpuContext& context, const StatePool& pool, int layer);
 
-/// The same for a CUDA pool and a step of `rows` rows, on which the launch shape depends.
+/// The same for a CUDA pool and a step of `rows` rows, on which the launch shape depends; and,
+/// where it differs, for plain decoding whose rows came from the host.
 Result<std::string> mamba2_explain(const CudaContext& context, const StatePool& pool, int layer,
                                    std::int64_t rows);
 

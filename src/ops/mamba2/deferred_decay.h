@@ -5,8 +5,8 @@
 // is S_i = a_i S_{i-1} + dt_i x_i B_i^T with one fused multiply-add per element instead of a
 // product and a fused multiply-add. c is one number per head. An fp32 checkpoint stores R and c, so
 // that a fold of n records and n steps of plain decoding, which store R and c after every token, do
-// the same operations. Two-byte checkpoints store S: they begin with c = 1 and multiply it in
-// before they round.
+// the same operations. R is up to 2^32 times S: states beyond 2^96 are infinite. Two-byte
+// checkpoints store S: they begin with c = 1 and multiply it in before they round.
 #pragma once
 
 #include <cmath>
@@ -38,7 +38,8 @@ RSSM_ALWAYS_INLINE RSSM_HOST_DEVICE float branchless_reciprocal(float c) {
 /// c of the equations above.
 class DeferredDecay {
  public:
-  DeferredDecay() = default;
+  // Not defaulted: that would be a function of its own in a build without optimization.
+  RSSM_ALWAYS_INLINE RSSM_HOST_DEVICE DeferredDecay() {}  // NOLINT(modernize-use-equals-default)
   RSSM_ALWAYS_INLINE RSSM_HOST_DEVICE explicit DeferredDecay(float c) : c_(c) {}
 
   /// c: what R is to be multiplied by.

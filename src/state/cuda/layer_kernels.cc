@@ -159,7 +159,15 @@ Result<std::string> LayerKernels::explain(const CudaDeviceInfo& device) const {
   return std::visit(
       [&](const auto& p) -> Result<std::string> {
         RSSM_ASSIGN_OR_RETURN(const auto config, choose_config(p, device));
-        return "sm_" + std::to_string(device.compute_capability) + ", " + config.to_string();
+        auto plain = p;
+        plain.plain = true;
+        RSSM_ASSIGN_OR_RETURN(const auto plain_config, choose_config(plain, device));
+        std::string out =
+            "sm_" + std::to_string(device.compute_capability) + ", " + config.to_string();
+        if (plain_config.variant != config.variant) {
+          out += "; where the host knows of no other rows: " + plain_config.to_string();
+        }
+        return out;
       },
       params_);
 }

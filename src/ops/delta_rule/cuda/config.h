@@ -29,9 +29,9 @@ enum class DeltaRuleVariant {
   kSmall,   // key_dim 128, draft capacity up to 4
   kDraft,   // key_dim 128, draft capacity up to 8
   kAny,     // key_dim a multiple of 16 up to 256, draft capacity up to 16
-  kDirect,  // what the first three serve, in steps of few rows without read copies (direct.cuh)
+  kDirect,  // what the first three serve, without read copies (direct.cuh, cuda/step_kernel.h)
 };
-/// The kernel of a step of many rows.
+/// The streamed kernel of a step.
 DeltaRuleVariant delta_rule_variant(const DeltaRuleCudaParams& params);
 constexpr int delta_rule_key_dim(DeltaRuleVariant variant) {
   return variant == DeltaRuleVariant::kAny ? 256 : 128;

@@ -7,7 +7,7 @@
 // registers, with o_t read from the state after token t. Only a row that flushes or is committed
 // writes them back. So the chain from the row to its outputs is two trips to memory, two barriers
 // and the recurrence: nearly as short as plain decoding's. It takes more instructions than
-// kernel.cuh, which is why steps of many rows go there.
+// kernel.cuh, which is why steps of many rows go there, but for plain decoding of f32 states.
 //
 // Live records of a row that only replays are added up from their deltas, as fast flushes do; exact
 // flushes and committed rows re-run the recurrence. Checkpoints are the same bits as kernel.cuh's;

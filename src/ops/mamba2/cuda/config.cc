@@ -25,7 +25,7 @@ Mamba2SharedPlan plan_shared(const Mamba2CudaParams& p, Mamba2Launch& launch) {
   plan.copy_x_offset =
       aligned(launch.copy_tiles * staged_copy_bytes(p.copy.format, p.state_size), 16);
   plan.copy_stage_bytes = aligned(plan.copy_x_offset + launch.copy_tiles * x_bytes, 32);
-  // B of the records, their dt x for the rows of a pass, their decays.
+  // B of the records, their gain x for the rows of a pass, their factors.
   const std::int64_t scratch =
       kFoldRecords *
       (p.state_size * act_bytes + mamba2_pass_rows(static_cast<int>(p.state_size)) * 4 + 4);
@@ -121,7 +121,7 @@ Mamba2CudaConfig direct_config(const Mamba2CudaParams& p, const CudaDeviceInfo& 
   launch.head_of_run = reciprocal_of(p.head_dim / rows);
   launch.warps =
       warps_that_divide(launch.runs_per_group, tuning.warps != 0 ? tuning.warps : kMamba2MaxWarps);
-  // B of the records; per warp their x and dt x for its rows.
+  // B of the records; per warp their x and gain x for its rows.
   const auto act_bytes = static_cast<std::int64_t>(size_of(p.activation));
   launch.shared.bytes = aligned(
       p.limits.window * (p.state_size * act_bytes + launch.warps * rows * (act_bytes + 4)), 128);

@@ -63,9 +63,9 @@ enum class Mamba2Variant {
   kOneToken,  // draft capacity 1, at most 32 places
   kSmall,     // draft capacity up to 8, at most 32 places
   kGeneral,   // everything else
-  kDirect,    // what the first two serve, in steps of few rows without read copies (direct.cuh)
+  kDirect,    // what the first two serve, without read copies (direct.cuh, cuda/step_kernel.h)
 };
-/// The kernel of a step of many rows.
+/// The streamed kernel of a step.
 Mamba2Variant mamba2_variant(const Mamba2CudaParams& params);
 
 /// Overrides; 0 leaves a choice to choose_mamba2_config.

@@ -6,8 +6,8 @@
 // read from the state after token t; only a row that flushes or is committed writes it back. So the
 // chain from the row to its outputs is two trips to memory, a barrier and the recurrence: nearly as
 // short as plain decoding's. It takes more instructions than kernel.cuh, which is why steps of many
-// rows go there. What is dear here is instructions, each fetched for one use: loops are not
-// unrolled far.
+// rows go there, but for plain decoding of f32 states. What is dear here is instructions, each
+// fetched for one use: loops are not unrolled far.
 //
 // Checkpoints are the same bits as kernel.cuh's; outputs of tentative rows are rounded elsewhere.
 #pragma once
