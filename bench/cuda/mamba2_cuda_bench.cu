@@ -74,10 +74,8 @@ class Mamba2Family {
     p.ring_x = arenas.numbers.take<char>(sized(slots * p.ring_x_slot_stride * c.act_bytes()));
     p.ring_b = arenas.numbers.take<char>(sized(slots * p.ring_b_slot_stride * c.act_bytes()));
     p.ring_dt = arenas.positive.take<float>(sized(slots * p.ring_dt_slot_stride));
-    if (defers_decay(c.checkpoint)) {
-      p.deferred_slot_stride = g.heads * (g.head_dim / kDeferredRows);
-      p.deferred = arenas.positive.take<float>(sized(slots * p.deferred_slot_stride));
-    }
+    p.deferred_slot_stride = g.heads * deferred_decay_count(c.checkpoint, g.head_dim);
+    p.deferred = arenas.positive.take<float>(sized(slots * p.deferred_slot_stride));
     p.a = a_;
     p.d = d_;
     p.x_token_stride = p.y_token_stride = g.x();

@@ -22,15 +22,15 @@ Result<StepKernel> requested_step_kernel() {
   return unsupported("REPLAYSSM_CUDA_STEP: '", name, "', expected streamed or direct");
 }
 
-Result<bool> takes_direct_kernel(StepKernel asked, std::int64_t state_rows, std::int64_t most,
-                                 const CudaDeviceInfo& device) {
+Result<bool> takes_direct_kernel(StepKernel asked, bool any_rows, std::int64_t state_rows,
+                                 std::int64_t most, const CudaDeviceInfo& device) {
   if (asked == StepKernel::kAuto) asked = forced;
   if (asked == StepKernel::kAuto) {
     static const Result<StepKernel> requested = requested_step_kernel();
     RSSM_ASSIGN_OR_RETURN(asked, requested);
   }
   if (asked != StepKernel::kAuto) return asked == StepKernel::kDirect;
-  return state_rows <= most * device.multiprocessors;
+  return any_rows || state_rows <= most * device.multiprocessors;
 }
 
 }  // namespace replayssm::cuda

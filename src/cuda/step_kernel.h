@@ -23,23 +23,22 @@ Result<StepKernel> requested_step_kernel();
 /// For tests.
 void force_step_kernel(StepKernel kernel);
 
-/// Whether a step that has both kernels takes the direct one. `state_rows`: of all heads and rows
-/// of the step; `most`: of them for a multiprocessor, up to which the direct kernel is faster.
-Result<bool> takes_direct_kernel(StepKernel asked, std::int64_t state_rows, std::int64_t most,
-                                 const CudaDeviceInfo& device);
-
-/// `most` of a step that takes the direct kernel for any number of rows.
-inline constexpr std::int64_t kAnyNumberOfRows = std::int64_t{1} << 48;
-/// Whether it does: plain decoding of f32 states prepares next to nothing for many rows to share,
-/// and writes what it has in registers. With two-byte states it has too much to convert.
-template <typename Params>
-bool takes_direct_kernel_always(const Params& p) {
-  return p.plain && p.checkpoint == DType::kF32;
+/// Whether the direct kernel is the faster one for any number of rows: plain decoding of f32 states
+/// prepares next to nothing for many rows to share, and writes what it has in registers. With
+/// two-byte states it has too much to convert.
+constexpr bool is_direct_for_any_rows(bool plain, DType checkpoint) {
+  return plain && checkpoint == DType::kF32;
 }
 
+/// Whether a step that has both kernels takes the direct one: where it is faster for `any_rows`,
+/// and else up to `most` state rows, of all heads and rows of the step, for a multiprocessor.
+Result<bool> takes_direct_kernel(StepKernel asked, bool any_rows, std::int64_t state_rows,
+                                 std::int64_t most, const CudaDeviceInfo& device);
+
 /// Why, for people.
-inline constexpr const char* kDirectReason = "few rows: their state goes straight to registers";
-inline constexpr const char* kDirectPlainReason =
-    "plain decoding: the state goes to registers and back";
+constexpr const char* direct_reason(bool any_rows) {
+  return any_rows ? "plain decoding: the state goes to registers and back"
+                  : "few rows: their state goes straight to registers";
+}
 
 }  // namespace replayssm::cuda

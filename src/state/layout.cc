@@ -152,12 +152,12 @@ class RecurrenceFields {
  private:
   void add(const Mamba2Shape& shape) {
     checkpoint(shape.heads, shape.head_dim * shape.state_size);
-    if (defers_decay(options_.checkpoint)) {
+    if (const auto decays = deferred_decay_count(options_.checkpoint, shape.head_dim); decays > 0) {
       add_field(layout_, {.name = "deferred_decay",
                           .kind = FieldKind::kCheckpoint,
                           .dtype = DType::kF32,
                           .outer = shape.heads,
-                          .inner = shape.head_dim / kDeferredRows});
+                          .inner = decays});
     }
     record("x", options_.activation, shape.heads, shape.head_dim);
     record("b", options_.activation, shape.groups, shape.state_size);

@@ -238,10 +238,7 @@ static void all_layers_match_the_recurrence(void) {
 /* Fast records hold no v and no beta; a copy has its bytes. */
 static void sizes_follow_the_layer(void) {
   rssm_layer layer = make_layer(&kCases[0]);
-  rssm_pool_options options;
-  CHECK_OK(rssm_pool_options_init(&options, sizeof options));
-  options.layers = &layer;
-  options.layer_count = 1;
+  rssm_pool_options options = one_layer_options(&layer);
   rssm_slot_bytes exact;
   rssm_slot_bytes fast;
   CHECK_OK(rssm_pool_bytes_per_slot(&options, &exact));
@@ -259,10 +256,7 @@ static void sizes_follow_the_layer(void) {
 static void f16_step(const layer_case* c) {
   enum { kOne = 0x3c00, kTwo = 0x4000 };
   const rssm_layer layer = make_layer(c);
-  rssm_pool_options options;
-  CHECK_OK(rssm_pool_options_init(&options, sizeof options));
-  options.layers = &layer;
-  options.layer_count = 1;
+  rssm_pool_options options = one_layer_options(&layer);
   options.slots = 1;
   options.checkpoint = options.activation = RSSM_F16;
   rssm_pool* pool = NULL;

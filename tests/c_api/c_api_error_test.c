@@ -18,10 +18,7 @@ static rssm_layer good_layer(void) {
 static rssm_pool_options good_options(void) {
   static rssm_layer layer;
   layer = good_layer();
-  rssm_pool_options options;
-  CHECK_OK(rssm_pool_options_init(&options, sizeof options));
-  options.layers = &layer;
-  options.layer_count = 1;
+  rssm_pool_options options = one_layer_options(&layer);
   options.slots = 2;
   return options;
 }

@@ -57,10 +57,7 @@ static rssm_pool* make_pool(int32_t window) {
   rssm_layer layer = mamba2_layer();
   layer.conv_channels = kChannels;
   layer.conv_width = kWidth;
-  rssm_pool_options options;
-  CHECK_OK(rssm_pool_options_init(&options, sizeof options));
-  options.layers = &layer;
-  options.layer_count = 1;
+  rssm_pool_options options = one_layer_options(&layer);
   options.slots = 3;
   options.window = window;
   options.draft_capacity = 3;
@@ -87,10 +84,7 @@ static rssm_pool* make_pool(int32_t window) {
 static void decode_is_chosen(void) {
   rssm_layer layer = mamba2_layer();
   layer.shape.mamba2 = (rssm_mamba2_shape){64, 64, 128, 8};
-  rssm_pool_options options;
-  CHECK_OK(rssm_pool_options_init(&options, sizeof options));
-  options.layers = &layer;
-  options.layer_count = 1;
+  rssm_pool_options options = one_layer_options(&layer);
   options.window = 16;
   options.activation = RSSM_BF16;
   rssm_context gpu;
@@ -164,10 +158,7 @@ static void check_continues(rssm_pool* pool, const rssm_context* context, int32_
 static void f16_step(void) {
   enum { kOne = 0x3c00 };
   const rssm_layer layer = mamba2_layer();
-  rssm_pool_options options;
-  CHECK_OK(rssm_pool_options_init(&options, sizeof options));
-  options.layers = &layer;
-  options.layer_count = 1;
+  rssm_pool_options options = one_layer_options(&layer);
   options.slots = 1;
   options.checkpoint = options.activation = RSSM_F16;
   rssm_slot_bytes bytes;

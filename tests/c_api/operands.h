@@ -1,8 +1,18 @@
-/* Operands for C programs: numbers, and tensors around them. */
+/* What C programs hand over: options, numbers, and tensors around them. */
 #ifndef REPLAYSSM_TESTS_C_API_OPERANDS_H_
 #define REPLAYSSM_TESTS_C_API_OPERANDS_H_
 
+#include "check.h"
 #include "replayssm/replayssm.h"
+
+/* The defaults for a pool of one layer, which has to stay where it is. */
+static inline rssm_pool_options one_layer_options(const rssm_layer* layer) {
+  rssm_pool_options options;
+  CHECK_OK(rssm_pool_options_init(&options, sizeof options));
+  options.layers = layer;
+  options.layer_count = 1;
+  return options;
+}
 
 /* In [-1, 1), the same in every run. */
 static inline float pseudo_random(void) {

@@ -96,7 +96,7 @@ TEST(StepKernel, ExplanationsNameBothKernels) {
     for (const std::int64_t rows : {1, 256}) {
       kernels.set_rows(nullptr, rows);
       const std::string text = kernels.explain(device_of(90)).value();
-      EXPECT_EQ(text.find(kDirectPlainReason) != std::string::npos,
+      EXPECT_EQ(text.find(direct_reason(true)) != std::string::npos,
                 checkpoint == DType::kF32 && rows > 1)
           << text;
     }

@@ -134,13 +134,11 @@ class Harness {
     ring_x = DeviceBytes(static_cast<std::size_t>(c.slots * p.ring_x_slot_stride * act_bytes));
     ring_b = DeviceBytes(static_cast<std::size_t>(c.slots * p.ring_b_slot_stride * act_bytes));
     ring_dt = DeviceBytes(static_cast<std::size_t>(c.slots * p.ring_dt_slot_stride * 4));
-    if (defers_decay(c.checkpoint)) {
-      p.deferred_slot_stride = s.heads * (s.head_dim / kDeferredRows) + c.slot_padding;
-    }
+    if (deferred_count() > 0) p.deferred_slot_stride = deferred_count() + c.slot_padding;
     deferred = DeviceBytes(static_cast<std::size_t>(c.slots * p.deferred_slot_stride * 4));
     for (DeviceBytes* buffer : buffers()) buffer->fill(0xff);
     p.state = state.as<void>();
-    if (defers_decay(c.checkpoint)) p.deferred = deferred.as<float>();
+    if (deferred_count() > 0) p.deferred = deferred.as<float>();
     p.ring_x = ring_x.as<void>();
     p.ring_b = ring_b.as<void>();
     p.ring_dt = ring_dt.as<float>();
@@ -362,16 +360,13 @@ class Harness {
           free[static_cast<std::size_t>(i)] = true;
         }
       };
-      if (buffer == 0) {
-        if (row_flushes(row.kind, cursor, c.limits)) {
+      if (buffer == 0 || buffer == 4) {
+        if (!row_flushes(row.kind, cursor, c.limits)) continue;
+        if (buffer == 0) {
           allow(row.slot * p.state_slot_stride, s.state_elements(),
                 static_cast<std::int64_t>(size_of(c.checkpoint)));
-        }
-        continue;
-      }
-      if (buffer == 4) {
-        if (defers_decay(c.checkpoint) && row_flushes(row.kind, cursor, c.limits)) {
-          allow(row.slot * p.deferred_slot_stride, s.heads * (s.head_dim / kDeferredRows), 4);
+        } else {
+          allow(row.slot * p.deferred_slot_stride, deferred_count(), 4);
         }
         continue;
       }
@@ -439,12 +434,16 @@ class Harness {
     return found;
   }
 
+  /// Of a slot.
+  std::int64_t deferred_count() const {
+    return c.shape.heads * deferred_decay_count(c.checkpoint, c.shape.head_dim);
+  }
+
   /// A slot's checkpoint, and the decays deferred in it.
   std::vector<unsigned char> state_of(std::int32_t slot) const {
     const auto bytes = static_cast<std::int64_t>(size_of(c.checkpoint));
     const auto states = static_cast<std::size_t>(c.shape.state_elements() * bytes);
-    const auto decays = static_cast<std::size_t>(
-        defers_decay(c.checkpoint) ? c.shape.heads * (c.shape.head_dim / kDeferredRows) * 4 : 0);
+    const auto decays = static_cast<std::size_t>(deferred_count() * 4);
     std::vector<unsigned char> out(states + decays);
     require(cudaMemcpy(out.data(), state.as<unsigned char>() + slot * p.state_slot_stride * bytes,
                        states, cudaMemcpyDeviceToHost),

@@ -35,6 +35,11 @@ RSSM_ALWAYS_INLINE RSSM_HOST_DEVICE float branchless_reciprocal(float c) {
   return r;
 }
 
+/// What a token does to a head's rows: R = factor R + gain x B^T, S = rest R.
+struct DeferredAdvance {
+  float factor, gain, rest;
+};
+
 /// c of the equations above.
 class DeferredDecay {
  public:
@@ -71,6 +76,13 @@ class DeferredDecay {
 /// whoever advances rows is alone with their c.
 inline constexpr std::int64_t kDeferredRows = 8;
 
-constexpr bool defers_decay(DType checkpoint) { return checkpoint == DType::kF32; }
+RSSM_ALWAYS_INLINE constexpr bool defers_decay(DType checkpoint) {
+  return checkpoint == DType::kF32;
+}
+/// How many c a checkpoint stores for a head.
+RSSM_ALWAYS_INLINE constexpr std::int64_t deferred_decay_count(DType checkpoint,
+                                                               std::int64_t head_dim) {
+  return defers_decay(checkpoint) ? head_dim / kDeferredRows : 0;
+}
 
 }  // namespace replayssm

@@ -70,22 +70,23 @@ Mamba2Task layer_task(const StatePool::Impl& pool, int layer, const Mamba2Shape&
   return task;
 }
 
-/// What belongs to the task's checkpoints.
-void point_at_deferred(Mamba2Task& task, const PageLayout& layout) {
+/// What belongs to a task's checkpoints; `in`: null for a zero state.
+void point_at_deferred(Mamba2Task& task, const PageLayout& layout, const std::byte* in,
+                       std::byte* out) {
   const std::size_t offset = layout.deferred_decay_offset();
   if (offset == 0) return;
-  task.deferred = reinterpret_cast<float*>(static_cast<std::byte*>(task.checkpoint) + offset);
-  if (task.checkpoint_in == nullptr) return;
-  task.deferred_in =
-      reinterpret_cast<const float*>(static_cast<const std::byte*>(task.checkpoint_in) + offset);
+  task.deferred = reinterpret_cast<float*>(out + offset);
+  if (in != nullptr) task.deferred_in = reinterpret_cast<const float*>(in + offset);
 }
 
 void point_at_slot(Mamba2Task& task, StatePool::Impl& pool, int layer, std::int32_t slot,
                    const Cursor& cursor) {
   const PageLayout& layout = pool.layout(layer);
-  task.checkpoint = pool.field(layer, slot, layout.field("checkpoint"));
-  task.checkpoint_in = cursor.checkpoint_position == 0 ? nullptr : task.checkpoint;
-  point_at_deferred(task, layout);
+  std::byte* checkpoint = pool.field(layer, slot, layout.field("checkpoint"));
+  const std::byte* checkpoint_in = cursor.checkpoint_position == 0 ? nullptr : checkpoint;
+  task.checkpoint = checkpoint;
+  task.checkpoint_in = checkpoint_in;
+  point_at_deferred(task, layout, checkpoint_in, checkpoint);
   task.copy = pool.read_copy(layer, slot);
   task.ring_x = pool.field(layer, slot, layout.field("x"));
   task.ring_b = pool.field(layer, slot, layout.field("b"));
@@ -222,11 +223,9 @@ Result<std::string> mamba2_explain(const CudaContext& context, const StatePool& 
 StateTraffic mamba2_row_traffic(const Mamba2Shape& shape, DType checkpoint, DType activation,
                                 ReplayLimits limits, RowKind kind, const Cursor& cursor,
                                 std::int64_t token_count) {
-  std::int64_t state = shape.state_elements() * static_cast<std::int64_t>(size_of(checkpoint));
-  if (defers_decay(checkpoint)) {
-    state +=
-        shape.heads * (shape.head_dim / kDeferredRows) * static_cast<std::int64_t>(sizeof(float));
-  }
+  const auto state = shape.state_elements() * static_cast<std::int64_t>(size_of(checkpoint)) +
+                     shape.heads * deferred_decay_count(checkpoint, shape.head_dim) *
+                         static_cast<std::int64_t>(sizeof(float));
   const std::int64_t record = (shape.heads * shape.head_dim + shape.groups * shape.state_size) *
                                   static_cast<std::int64_t>(size_of(activation)) +
                               shape.heads * static_cast<std::int64_t>(sizeof(float));
@@ -245,9 +244,7 @@ void fold_records(const CpuContext& context, const StatePool::Impl& pool, int la
   base.ring_x = fold.records.at("x");
   base.ring_b = fold.records.at("b");
   base.ring_dt = reinterpret_cast<float*>(fold.records.at("dt"));
-  base.checkpoint_in = fold.checkpoint_in;
-  base.checkpoint = fold.checkpoint;
-  point_at_deferred(base, pool.layout(layer));
+  point_at_deferred(base, pool.layout(layer), fold.checkpoint_in, fold.checkpoint);
   const Mamba2Kernels& kernels =
       cpu::mamba2_kernels(context.isa, pool.options.checkpoint, pool.options.activation);
   const WorkSplit split(shape.groups, shape.heads / shape.groups, 1, context.thread_count());

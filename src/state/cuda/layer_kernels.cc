@@ -165,7 +165,7 @@ Result<std::string> LayerKernels::explain(const CudaDeviceInfo& device) const {
         std::string out =
             "sm_" + std::to_string(device.compute_capability) + ", " + config.to_string();
         if (plain_config.variant != config.variant) {
-          out += "; where the host knows of no other rows: " + plain_config.to_string();
+          out += "; plain decoding, where the host knows the rows: " + plain_config.to_string();
         }
         return out;
       },

@@ -128,7 +128,7 @@ DeltaRuleCudaConfig direct_config(const DeltaRuleCudaParams& p, const CudaDevice
   constexpr int kWarps = 4;
   DeltaRuleCudaConfig config;
   config.variant = DeltaRuleVariant::kDirect;
-  config.reason = takes_direct_kernel_always(p) ? kDirectPlainReason : kDirectReason;
+  config.reason = direct_reason(is_direct_for_any_rows(p.plain, p.checkpoint));
   // A block has rows of one head, so that its warps share the head's gates.
   const int warps = warps_that_divide(p.shape.value_dim / kDeltaRuleDirectRows,
                                       tuning.warps != 0 ? tuning.warps : kWarps);
@@ -172,13 +172,12 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
     return unsupported(p.shape.key_heads, " key heads; a launch allows ", kMostInGrid);
   }
   if (has_direct_kernel(p)) {
-    const std::int64_t most_rows = takes_direct_kernel_always(p) ? kAnyNumberOfRows
-                                   : p.shape.channel_decay       ? 256
-                                                                 : 192;  // measured on an H200
+    const std::int64_t most_rows = p.shape.channel_decay ? 256 : 192;  // measured on an H200
     RSSM_ASSIGN_OR_RETURN(
         const bool is_direct,
-        takes_direct_kernel(tuning.kernel, p.shape.value_heads * p.shape.value_dim * p.row_count,
-                            most_rows, device));
+        takes_direct_kernel(tuning.kernel, is_direct_for_any_rows(p.plain, p.checkpoint),
+                            p.shape.value_heads * p.shape.value_dim * p.row_count, most_rows,
+                            device));
     if (is_direct) {
       const DeltaRuleCudaConfig direct = direct_config(p, device, tuning);
       if (direct.blocks_per_multiprocessor > 0) return direct;

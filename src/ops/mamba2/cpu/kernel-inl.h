@@ -65,23 +65,23 @@ class Mamba2Kernel {
  private:
   // ---- Deferred decays ----
 
-  static std::int64_t deferred_at(const Mamba2Task& task, std::int64_t head) {
-    return head * (task.head_dim / kDeferredRows);
+  /// Of a head.
+  static std::int64_t deferred_count(const Mamba2Task& task) {
+    return deferred_decay_count(DTypeOf<State>::value, task.head_dim);
   }
   /// Of the head as task.checkpoint_in has it.
   static DeferredDecay deferred_in(const Mamba2Task& task, std::int64_t head) {
     if (!kDefers || task.checkpoint_in == nullptr) return {};
-    return DeferredDecay(task.deferred_in[deferred_at(task, head)]);
+    return DeferredDecay(task.deferred_in[head * deferred_count(task)]);
   }
   /// Of the head as task.checkpoint has it, written before.
   static DeferredDecay deferred_out(const Mamba2Task& task, std::int64_t head) {
-    return kDefers ? DeferredDecay(task.deferred[deferred_at(task, head)]) : DeferredDecay();
+    return kDefers ? DeferredDecay(task.deferred[head * deferred_count(task)]) : DeferredDecay();
   }
   static void store_deferred(const Mamba2Task& task, std::int64_t head,
                              const DeferredDecay& deferred) {
-    if (!kDefers) return;
-    float* to = task.deferred + deferred_at(task, head);
-    for (std::int64_t i = 0; i < task.head_dim / kDeferredRows; ++i) to[i] = deferred.value();
+    const std::int64_t count = deferred_count(task);
+    for (std::int64_t i = 0; i < count; ++i) task.deferred[head * count + i] = deferred.value();
   }
 
   /// The live records of a head, ready for outputs.
@@ -254,18 +254,13 @@ class Mamba2Kernel {
 
   // ---- Committed rows ----
 
-  /// What a token does to a head's rows: R = factor R + gain x B^T, S = rest R.
-  struct Advance {
-    float factor, gain, rest;
-  };
-
   static void advance(const Mamba2Task& task, std::int64_t head, std::int64_t first, int count,
                       bool zero, bool in_place) {
     float dt[kChunk] = {};
     float decay[kChunk];
     for (int t = 0; t < count; ++t) dt[t] = time_step(task, head, first + t);
     mamba2_decays<Isa>(task.a[head], dt, count, decay);
-    Advance advances[kChunk];
+    DeferredAdvance advances[kChunk];
     DeferredDecay deferred = zero       ? DeferredDecay()
                              : in_place ? deferred_out(task, head)
                                         : deferred_in(task, head);
@@ -300,7 +295,7 @@ class Mamba2Kernel {
   /// loads of B and C, which is worth more when it is in cache or has to be converted.
   template <int R>
   static void advance_block(const Mamba2Task& task, std::int64_t head, std::int64_t token,
-                            std::int64_t p, const Advance& by, const State* in, State* out,
+                            std::int64_t p, const DeferredAdvance& by, const State* in, State* out,
                             V* sums) {
     if (in == nullptr) {  // once in a sequence
       std::memset(out, 0, sizeof(State) * static_cast<std::size_t>(kBlock * task.state_size));
@@ -318,7 +313,7 @@ class Mamba2Kernel {
 
   template <int R, bool kScales>
   static void advance_rows(const Mamba2Task& task, std::int64_t head, std::int64_t token,
-                           std::int64_t p, const Advance& by, const State* in, State* out,
+                           std::int64_t p, const DeferredAdvance& by, const State* in, State* out,
                            V* sums) {
     const Act* x = token_x(task, token, head);
     const Act* b = token_b(task, token);
@@ -400,7 +395,7 @@ class Mamba2Kernel {
       float y[kMaxTokens][kMaxHeadDim];
       if (kFlush || task.checkpoint_in != nullptr) {
         float scale[kMaxTokens];
-        float product = !kDefers ? 1.0f : kFlush ? fold.deferred.value() : before.value();
+        float product = kFlush && kDefers ? fold.deferred.value() : before.value();
         for (int i = live - 1; i >= 0; --i) product *= records.decay[i];
         for (int t = 0; t < tokens; ++t) scale[t] = product *= decay[t];
         if (task.copy.exists()) {

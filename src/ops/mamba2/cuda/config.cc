@@ -113,7 +113,7 @@ Mamba2CudaConfig direct_config(const Mamba2CudaParams& p, const CudaDeviceInfo& 
   const std::int64_t rows = mamba2_pass_rows(static_cast<int>(p.state_size));
   Mamba2CudaConfig config;
   config.variant = Mamba2Variant::kDirect;
-  config.reason = takes_direct_kernel_always(p) ? kDirectPlainReason : kDirectReason;
+  config.reason = direct_reason(is_direct_for_any_rows(p.plain, p.checkpoint));
   Mamba2Launch& launch = config.launch;
   launch.head_dim = static_cast<std::int32_t>(p.head_dim);
   launch.heads_per_group = static_cast<std::int32_t>(p.heads / p.groups);
@@ -167,10 +167,11 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
     return unsupported(p.groups, " groups; a launch allows ", kMostInGrid);
   }
   if (has_direct_kernel(p)) {
-    const std::int64_t most = takes_direct_kernel_always(p) ? kAnyNumberOfRows : 256;  // measured
+    constexpr std::int64_t kMostRows = 256;  // measured on an H200
     RSSM_ASSIGN_OR_RETURN(
         const bool is_direct,
-        takes_direct_kernel(tuning.kernel, p.heads * p.head_dim * p.row_count, most, device));
+        takes_direct_kernel(tuning.kernel, is_direct_for_any_rows(p.plain, p.checkpoint),
+                            p.heads * p.head_dim * p.row_count, kMostRows, device));
     if (is_direct) return direct_config(p, device, tuning);
   }
   // Tried in this order: the first with the wanted warps per multiprocessor wins, else the one with

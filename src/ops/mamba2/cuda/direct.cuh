@@ -168,7 +168,7 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
       const float dt = mamba2_time_step(tokens.dt, bias, p.dt_softplus, p.dt_min, p.dt_max);
       if (own > 0) append(static_cast<int>(first), tokens, dt);
       const float x_of = widen(tokens.x);
-      const Advance advance_of = prepare_tokens(first, dt, mamba2_decay(a, dt), rest);
+      const DeferredAdvance advance_of = prepare_tokens(first, dt, mamba2_decay(a, dt), rest);
       const float u_of = __fmul_rn(advance_of.gain, x_of);
       const float z_of = widen(tokens.z);
 #pragma unroll
@@ -227,14 +227,11 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
     for (int s = 0; s < kSlots; ++s) advance(tile, s, u[s], b);
   }
 
-  /// What a token does to a row: R = factor R + gain x B^T, S = rest R.
-  struct Advance {
-    float factor, gain, rest;
-  };
   /// Of token first + lane / kPassRows. Rows that store no state multiply decays in at once, which
   /// needs no division and gives the same but for rounding; what was deferred goes first.
-  __device__ __forceinline__ Advance prepare_tokens(std::int64_t first, float dt, float decay,
-                                                    DeferredDecay& rest) const {
+  __device__ __forceinline__ DeferredAdvance prepare_tokens(std::int64_t first, float dt,
+                                                            float decay,
+                                                            DeferredDecay& rest) const {
     const int token = lane / kPassRows;
     if (kind != PlannedRow::kCommitted) {
       const float before = token == 0 ? rest.value() : 1.0f;
