@@ -53,9 +53,9 @@ __device__ __forceinline__ float mamba2_decay(float a, float time_step) {
 }
 
 /// Log-decay of Gated DeltaNet and of Kimi Delta Attention's first form: -exp(A_log) softplus(raw +
-/// bias).
-__device__ __forceinline__ float softplus_log_decay(float a_log, float raw_plus_bias) {
-  return __fsub_rn(0.0f, __fmul_rn(exp_f32(a_log), softplus(raw_plus_bias)));
+/// bias). `rate`: exp(A_log).
+__device__ __forceinline__ float softplus_log_decay(float rate, float raw_plus_bias) {
+  return __fsub_rn(0.0f, __fmul_rn(rate, softplus(raw_plus_bias)));
 }
 
 /// 1 / (1 + e^-x).
@@ -64,9 +64,10 @@ __device__ __forceinline__ float sigmoid(float x) {
 }
 
 /// Log-decay of Kimi Delta Attention's second form: lower_bound sigmoid(exp(A_log) (raw + bias)).
-__device__ __forceinline__ float bounded_log_decay(float a_log, float raw_plus_bias,
+/// `rate`: exp(A_log).
+__device__ __forceinline__ float bounded_log_decay(float rate, float raw_plus_bias,
                                                    float lower_bound) {
-  return __fmul_rn(lower_bound, sigmoid(__fmul_rn(exp_f32(a_log), raw_plus_bias)));
+  return __fmul_rn(lower_bound, sigmoid(__fmul_rn(rate, raw_plus_bias)));
 }
 
 /// Write strength of the delta rule: sigmoid(raw), or twice that where the model allows negative

@@ -1,6 +1,8 @@
 // What every kernel assumes about a warp, and what its lanes do together for all families.
 #pragma once
 
+#include "cuda/ptx/select.cuh"
+
 namespace replayssm::cuda {
 
 inline constexpr int kWarpLanes = 32;
@@ -19,6 +21,38 @@ __device__ __forceinline__ float product_of_later(float x, int lane, float& late
   const float out = lane == kWarpLanes - 1 ? later : next * later;
   later *= __shfl_sync(kAllLanes, product, 0);
   return out;
+}
+
+/// Halves the sums that a lane holds: it keeps kHalf of them, and gets what its partner has of
+/// those.
+template <int kHalf, int kMask, int kCount>
+__device__ __forceinline__ void halve_sums(float (&sum)[kCount], int lane) {
+  const bool upper = (lane & kMask) != 0;
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    const float send = ptx::select(upper, sum[i], sum[i + kHalf]);
+    const float keep = ptx::select(upper, sum[i + kHalf], sum[i]);
+    sum[i] = keep + __shfl_xor_sync(kAllLanes, send, kMask);
+  }
+}
+template <int kHalf, int kMask, int kCount>
+__device__ __forceinline__ void halve_to_one(float (&sum)[kCount], int lane) {
+  if constexpr (kHalf > 0) {
+    halve_sums<kHalf, kMask>(sum, lane);
+    halve_to_one<kHalf / 2, kMask / 2>(sum, lane);
+  }
+}
+/// Adds up kCount numbers, a power of two, over each kLanes lanes; lane i of them gets the sum of
+/// number i / (kLanes / kCount). n sums take n - 1 + log2(lanes / n) exchanges.
+template <int kLanes, int kCount>
+__device__ __forceinline__ float team_sum(float (&sum)[kCount], int lane) {
+  halve_to_one<kCount / 2, kLanes / 2>(sum, lane);
+  float total = sum[0];
+#pragma unroll
+  for (int rest = kLanes / kCount / 2; rest > 0; rest /= 2) {
+    total += __shfl_xor_sync(kAllLanes, total, rest);
+  }
+  return total;
 }
 
 }  // namespace replayssm::cuda

@@ -25,17 +25,20 @@ class SharedLayout {
 };
 
 /// What both kernels prepare of keys, tokens and gates: the window's, and those of `chunk` tokens.
+/// plan.keys_replace_raw is set.
 void plan_prepared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch& launch, std::int64_t chunk,
                    SharedLayout& layout, DeltaRuleShared& plan) {
   const std::int64_t window = p.limits.window;
   const auto act_bytes = static_cast<std::int64_t>(size_of(p.activation));
   const std::int64_t vector = 4 * launch.vector_pitch;
   plan.raw_tokens = layout.take(2 * chunk * launch.act_pitch * act_bytes);
-  plan.raw_keys = layout.take(window * p.shape.key_dim * act_bytes);
+  plan.keys = layout.take(4 * window * p.shape.key_dim);
+  plan.raw_keys =
+      plan.keys_replace_raw ? plan.keys : layout.take(window * p.shape.key_dim * act_bytes);
   plan.vectors = layout.take(2 * chunk * vector);
-  plan.keys = layout.take(window * vector);
   if (p.shape.channel_decay) {
-    plan.raw_gates = layout.take(chunk * vector);
+    plan.raw_gates = layout.take(chunk * p.shape.key_dim *
+                                 (p.gate_is_f32 ? 4 : static_cast<std::int64_t>(size_of(p.activation))));
     plan.decays = layout.take(4 * (window + chunk) * p.shape.key_dim);
   }
   plan.key_scale = layout.take(4 * window);
@@ -55,23 +58,30 @@ DeltaRuleShared plan_shared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch&
       kDeltaRuleTileRows * p.shape.key_dim * static_cast<std::int64_t>(size_of(p.checkpoint));
   plan.values = static_cast<std::int32_t>(
       std::max(tile, launch.copy_tiles * staged_copy_bytes(p.copy.format, p.shape.key_dim)));
-  // 16 bytes more than the rows: lanes that read several records together do not share banks.
-  plan.value_pitch =
-      static_cast<std::int32_t>(launch.copy_tiles * kDeltaRuleTileRows + 16 / act_bytes);
+  // 16 bytes more than the rows, so that lanes that read several records together do not share
+  // banks; with a decay per channel the room is worth more.
+  plan.value_pitch = static_cast<std::int32_t>(launch.copy_tiles * kDeltaRuleTileRows +
+                                               (p.shape.channel_decay ? 0 : 16 / act_bytes));
   plan.stage_bytes = static_cast<std::int32_t>(
       round_up_to(plan.values + window * plan.value_pitch * act_bytes, 128));
   layout.take(std::int64_t{launch.warps} * plan.stage_bytes);
+  // Decays of channels take much room; without a second one for keys a block more finds some.
+  const bool channels = p.shape.channel_decay;
+  plan.keys_replace_raw =
+      channels && !p.fast_flush && window <= std::int64_t{kDeltaRuleKeysOfWarp} * launch.warps;
   plan_prepared(p, launch, chunk, layout, plan);
-  if (p.shape.channel_decay) plan.total = layout.take(4 * launch.vector_pitch);
   plan.scale = layout.take(4 * columns);
-  // Groups of eight entries, those of the row's own tokens apart.
-  plan.score_stride = static_cast<std::int32_t>(round_up_to(window, 8) + round_up_to(chunk, 8) + 4);
-  plan.scores = layout.take(4 * columns * plan.score_stride);
+  if (!channels) {
+    // Groups of eight entries, those of the row's own tokens apart.
+    plan.score_stride =
+        static_cast<std::int32_t>(round_up_to(window, 8) + round_up_to(chunk, 8) + 4);
+    plan.scores = layout.take(4 * columns * plan.score_stride);
+  }
   plan.weights = static_cast<std::int32_t>(round_up_to(2 * plan.betas, 16));
   plan.weight_stride = static_cast<std::int32_t>(round_up_to(window, 16) + 4);
   plan.head_bytes = static_cast<std::int32_t>(
       round_up_to(plan.weights + 4 * columns * (plan.weight_stride + chunk + 1), 16));
-  plan.head = layout.take(std::int64_t{launch.warps} * plan.head_bytes);
+  plan.head = layout.take((channels ? 1 : launch.warps) * std::int64_t{plan.head_bytes});
   plan.barriers = layout.take(8 * (launch.warps + 1));
   plan.bytes = layout.bytes();
   return plan;

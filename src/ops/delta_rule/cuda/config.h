@@ -52,6 +52,9 @@ constexpr int delta_rule_vector_pitch(int key_dim, int element_bytes) {
   return key_dim + 64 / element_bytes;
 }
 
+/// Keys that a warp takes through its registers where unit keys take the place of raw ones.
+inline constexpr int kDeltaRuleKeysOfWarp = 4;
+
 /// Where everything lies in a block's shared memory. Offsets are bytes, strides are elements. What
 /// comes from global memory lies there as it is (raw), in the activation type unless said.
 struct DeltaRuleShared {
@@ -64,13 +67,13 @@ struct DeltaRuleShared {
   std::int32_t raw_gates = 0;    // decay per channel: (columns / 2, key_dim), 4 bytes per element
   std::int32_t vectors = 0;      // (columns, key_dim) f32: raw tokens scaled, or times decays
   std::int32_t keys = 0;         // (window, key_dim) f32: unit keys of records that are folded
+  bool keys_replace_raw = false;  // and lie where the raw ones do
   std::int32_t decays = 0;       // decay per channel: (window + columns / 2, key_dim) f32
-  std::int32_t total = 0;        // decay per channel: (key_dim) f32, of all records together
   std::int32_t key_scale = 0;    // (window)
   std::int32_t scale = 0;        // (columns)
-  std::int32_t scores = 0;       // (columns, entries); entries = window + T
+  std::int32_t scores = 0;       // one decay per head: (columns, entries); entries = window + T
   std::int32_t score_stride = 0;
-  // Per warp, of its head: decays, betas of entries; weights of the window's records (columns,
+  // Per warp, or once where every channel has its own decay, of the head: decays, betas of entries; weights of the window's records (columns,
   // weight_stride), of the row's own tokens (columns, columns / 2), of the checkpoint (columns).
   std::int32_t head = 0;
   std::int32_t head_bytes = 0;

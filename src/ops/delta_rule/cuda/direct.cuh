@@ -35,18 +35,18 @@ class DeltaRuleDirectKernel
   static constexpr int kRows = kDeltaRuleDirectRows;
 
   using Preparation = DeltaRulePreparation<State, Act, kChannelDecay, kVariant, kRows>;
-  using Preparation::append_keys, Preparation::betas, Preparation::block_threads;
+  using Preparation::append_key_scales, Preparation::append_keys, Preparation::betas;
   using Preparation::decays, Preparation::folded_records, Preparation::kActPerChunk;
   using Preparation::kKeyDim, Preparation::kMaxTokens, Preparation::load_own_channel;
   using Preparation::load_records, Preparation::load_token_gates, Preparation::load_tokens;
   using Preparation::prepare_channels, Preparation::prepare_fold, Preparation::prepare_token_gates;
-  using Preparation::scale, Preparation::scale_tokens;
+  using Preparation::scale_tokens;
   using Preparation::shared, Preparation::token_channel_decay, Preparation::vector;
   using typename Preparation::GateParameters, typename Preparation::TokenGates;
 
   using Row = DeltaRuleRow<State, Act, kRows>;
   using Row::folds_values, Row::is_first_of_key, Row::kind, Row::lane, Row::launch, Row::live;
-  using Row::output, Row::own, Row::p, Row::read_row, Row::ring_delta, Row::ring_k_scale;
+  using Row::output, Row::own, Row::p, Row::read_row, Row::ring_delta;
   using Row::ring_v, Row::state, Row::thread, Row::token_count, Row::token_v;
   using Row::value_offset, Row::warp, Row::zero, Row::zero_outputs;
 
@@ -101,7 +101,7 @@ class DeltaRuleDirectKernel
   /// Raw operands of a chunk: what goes to registers of it.
   struct Gates {
     TokenGates token;
-    GateParameters channel;
+    float rate, bias;  // where every channel has its own decay
   };
   __device__ __forceinline__ Gates load_chunk(std::int64_t first) const {
     const int count = chunk_length(first);
@@ -111,7 +111,10 @@ class DeltaRuleDirectKernel
       ptx::copy_async_16(values(live + lane / kRowChunks) + offset,
                          token_v(first + lane / kRowChunks) + offset);
     }
-    return {load_token_gates(first, count), load_own_channel()};
+    const TokenGates token = load_token_gates(first, count);
+    if constexpr (!kChannelDecay) return {token, 0.0f, 0.0f};
+    const GateParameters channel = load_own_channel();
+    return {token, exp_f32(channel.a_log), channel.bias};
   }
 
   /// What the loaded tokens first.. have in common for all rows.
@@ -120,7 +123,7 @@ class DeltaRuleDirectKernel
     const bool append = own > 0 && is_first_of_key();
     scale_tokens(count, true);
     prepare_token_gates(gates.token, first, count, own > 0);
-    prepare_channels(count, gates.channel, append);
+    prepare_channels(count, gates.rate, gates.bias, append);
     if (append) append_keys();
   }
 
@@ -136,9 +139,7 @@ class DeltaRuleDirectKernel
     prepare_fold();
     prepare_chunk(0, gates);
     __syncthreads();
-    if (own > 0 && is_first_of_key()) {
-      for (int t = thread; t < own; t += block_threads()) *ring_k_scale(live + t) = scale()[2 * t];
-    }
+    append_key_scales();
     Tile tile;
     widen_tile(packed, tile);
     if (live > 0) fold_live(tile);

@@ -45,8 +45,9 @@ class DeltaRuleStepKernel
                                 delta_rule_key_dim(kVariant), kVariant == DeltaRuleVariant::kAny,
                                 delta_rule_column_blocks(kVariant)> {
   using Preparation = DeltaRulePreparation<State, Act, kChannelDecay, kVariant>;
-  using Preparation::act_pitch, Preparation::append_keys, Preparation::betas;
-  using Preparation::block_threads, Preparation::channel_decay, Preparation::decay_channels;
+  using Preparation::act_pitch, Preparation::append_key_scales, Preparation::append_keys;
+  using Preparation::betas;
+  using Preparation::block_threads, Preparation::prepare_channel_weights;
   using Preparation::decays, Preparation::folded_records, Preparation::kActPerChunk,
       Preparation::kBlocks, Preparation::key;
   using Preparation::init_records_barrier, Preparation::key_dim, Preparation::kKeyDim,
@@ -56,7 +57,7 @@ class DeltaRuleStepKernel
   using Preparation::prepare_channels, Preparation::prepare_fold, Preparation::prepare_scores;
   using Preparation::prepare_token_gates, Preparation::prepare_weights, Preparation::raw_token;
   using Preparation::scale, Preparation::scale_tokens, Preparation::shared;
-  using Preparation::state_weights, Preparation::token_channel_decay, Preparation::total;
+  using Preparation::state_weights, Preparation::token_channel_decay;
   using Preparation::vector, Preparation::vector_pitch, Preparation::wait_for_records;
   using Preparation::weights;
   using typename Preparation::GateParameters;
@@ -280,16 +281,6 @@ class DeltaRuleStepKernel
     if constexpr (kScalar) {
       load_vector(state_columns(), common.scalar.k);
       load_vector(state_columns() + column_pitch(), common.scalar.q);
-      if constexpr (kChannelDecay) {
-        // The checkpoint's columns take all records' decays along.
-        float decay[kColumns];
-        load_vector(total(), decay);
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-          common.scalar.k[i] *= decay[i];
-          common.scalar.q[i] *= decay[i];
-        }
-      }
     } else if constexpr (kKeepColumns && kHasCopy) {
       common.copied = copy_columns(0);
     } else if constexpr (kKeepColumns) {
@@ -323,21 +314,25 @@ class DeltaRuleStepKernel
     Values values = load_values(0);
     const GateParameters own_channel = load_own_channel();
     prepare_token_gates(load_token_gates(0, own), 0, own, true);
+    const float rate = kChannelDecay ? exp_f32(own_channel.a_log) : 0.0f;
     ptx::copy_async_wait_all();
+    __syncwarp();
+    prepare_channels(own, rate, own_channel.bias, is_first_of_key());
     __syncthreads();
     wait_for_records();
-    scale_tokens(own, false);
-    if constexpr (kChannelDecay) {
-      decay_channels(records, own_channel, is_first_of_key());
-      __syncthreads();
-    }
     if constexpr (kFlush) prepare_fold();
     if (is_first_of_key()) append_keys();
-    if (own > 0) prepare_scores(records);
+    if constexpr (kChannelDecay) {
+      prepare_channel_weights(records);
+    } else {
+      scale_tokens(own, false);
+      if (own > 0) prepare_scores(records);
+    }
     __syncthreads();
-    finish_tokens();
-    if constexpr (kChannelDecay && !kScalar) __syncthreads();
-    if (own > 0) prepare_weights(records);
+    append_key_scales();
+    if constexpr (!kChannelDecay) {
+      if (own > 0) prepare_weights(records);
+    }
     // From here on warps go their own ways.
     if constexpr (kFlush) {
       tiles_of_flush(values);
@@ -389,20 +384,6 @@ class DeltaRuleStepKernel
     }
   }
 
-  /// What had to wait for scales and products.
-  __device__ __forceinline__ void finish_tokens() const {
-    if (is_first_of_key()) {
-      for (int t = thread; t < own; t += block_threads()) *ring_k_scale(live + t) = scale()[2 * t];
-    }
-    if constexpr (kChannelDecay && !kScalar) {
-      // The checkpoint's columns take all records' decays along.
-      for (int i = thread; i < 2 * own * kKeyDim; i += block_threads()) {
-        if (kMasked && i % kKeyDim >= key_dim()) continue;
-        vector(i / kKeyDim)[i % kKeyDim] *= total()[i % kKeyDim];
-      }
-    }
-  }
-
   /// Columns 8 b.. for products with a copy.
   __device__ __forceinline__ auto copy_columns(int b) const {
     return Copy::template columns<kKeyDim, kChannelDecay ? 2 : 1>(
@@ -446,21 +427,26 @@ class DeltaRuleStepKernel
     clear(sums);
     if (has_state) {
       multiply_tile(copy, blocks, common, sums);
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        float2 w = common.state;
-        if constexpr (kBlocks > 1) {
-          const int t = min(4 * b + q, own - 1);
-          w = *reinterpret_cast<const float2*>(state_weights() + 2 * t);
-        }
-        sums[b][0] *= w.x;
-        sums[b][1] *= w.y;
-        sums[b][2] *= w.x;
-        sums[b][3] *= w.y;
-      }
+      if constexpr (!kChannelDecay) weigh_state(common, sums);
     }
     multiply_window(staged_values() + i * kDeltaRuleTileRows, launch.shared.value_pitch, records,
                     weights(0), launch.shared.weight_stride, blocks, common.window, sums);
+    if constexpr (kChannelDecay) weigh_state(common, sums);  // and records
+  }
+
+  __device__ __forceinline__ void weigh_state(const Common& common, Sums& sums) const {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      float2 w = common.state;
+      if constexpr (kBlocks > 1) {
+        const int t = min(4 * b + q, own - 1);
+        w = *reinterpret_cast<const float2*>(state_weights() + 2 * t);
+      }
+      sums[b][0] *= w.x;
+      sums[b][1] *= w.y;
+      sums[b][2] *= w.x;
+      sums[b][3] *= w.y;
+    }
   }
 
   /// Deltas and outputs of the tokens, one after the other: the lane that holds a token's sums
@@ -585,7 +571,7 @@ class DeltaRuleStepKernel
                                                 const GateParameters& own_channel) const {
     const int count = chunk_length(first);
     scale_tokens(count, true);
-    prepare_channels(count, own_channel, false);
+    prepare_channels(count, exp_f32(own_channel.a_log), own_channel.bias, false);
   }
 
   /// All tokens through kPassRows rows of a tile; `again`: the first chunk has to be prepared anew;

@@ -23,7 +23,9 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   static constexpr int kActPerChunk = 16 / static_cast<int>(sizeof(Act));
   static constexpr int kActPitch = delta_rule_vector_pitch(kKeyDim, sizeof(Act));
   static constexpr int kVectorPitch = delta_rule_vector_pitch(kKeyDim, 4);
-  static constexpr bool kOneHead = kVariant == DeltaRuleVariant::kDirect;  // of a block's warps
+  static constexpr bool kDirect = kVariant == DeltaRuleVariant::kDirect;
+  // The block's warps have one head; where every channel has its own decay, so has a key head.
+  static constexpr bool kOneHead = kDirect || kChannelDecay;
   static constexpr int kUnroll = kMasked ? 1 : 8;  // the general kernel is large enough
   // Elements of a vector that a lane holds while a warp prepares it.
   static constexpr int kPerLane = kKeyDim / kWarpLanes;
@@ -31,8 +33,8 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   using Row = DeltaRuleRow<State, Act, kRows>;
   using Row::first_place, Row::own, Row::p, Row::places, Row::raw_beta, Row::raw_gate,
       Row::ring_beta, Row::ring_decay, Row::ring_k;
-  using Row::folds_values, Row::gate_parameters, Row::is_first_of_head, Row::lane, Row::launch,
-      Row::live;
+  using Row::folds_values, Row::gate_parameters, Row::is_first_of_head, Row::is_first_of_key;
+  using Row::lane, Row::launch, Row::live;
   using Row::ring_k_scale, Row::thread, Row::token_decay, Row::token_k;
   using Row::token_q, Row::warp;
   using typename Row::GateParameters;
@@ -71,17 +73,15 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   }
   /// Unit key of a record that is folded.
   __device__ __forceinline__ float* key(int record) const {
-    return at<float>(launch.shared.keys) + record * vector_pitch();
+    return at<float>(launch.shared.keys) + record * key_dim();
   }
-  /// Where every channel has its own decay. Of a record: its decays; if it is not folded, its key
-  /// times the decays of later records takes their place. Of token t, entry window + t: its decays.
+  /// Where every channel has its own decay: those of a record, and of token t as entry window + t.
   __device__ __forceinline__ float* channel_decay(int entry) const {
     return at<float>(launch.shared.decays) + entry * key_dim();
   }
   __device__ __forceinline__ float* token_channel_decay(int t) const {
     return channel_decay(static_cast<int>(p.limits.window) + t);
   }
-  __device__ __forceinline__ float* total() const { return at<float>(launch.shared.total); }
   __device__ __forceinline__ float* key_scale() const { return at<float>(launch.shared.key_scale); }
   __device__ __forceinline__ float* scale() const { return at<float>(launch.shared.scale); }
   /// k_e . column c by entry e; own tokens from own_score() on.
@@ -134,21 +134,27 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     copy_vectors(raw_token(0), act_pitch(), 2 * count, kSize, [&](int c) {
       return c % 2 == 0 ? token_k(first + c / 2) : token_q(first + c / 2);
     });
-    if constexpr (kChannelDecay) {
-      const auto from = [&](int t) { return raw_gate(first + t).at; };
-      if (p.gate_is_f32) {
-        copy_vectors(at<float>(launch.shared.raw_gates), vector_pitch(), count, 4, from);
-      } else {
-        copy_vectors(at<float>(launch.shared.raw_gates), vector_pitch(), count, kSize, from);
-      }
-    }
+    if constexpr (kChannelDecay) load_channel_gates(first, count);
+  }
+  /// Every warp those that it prepares itself (prepare_channels), for which it needs no barrier.
+  __device__ __forceinline__ void load_channel_gates(std::int64_t first, int count) const {
+    const int size = p.gate_is_f32 ? 4 : static_cast<int>(sizeof(Act));
+    if (lane >= kWarpLanes * size / 16) return;
+    const auto* from = static_cast<const unsigned char*>(raw_gate(first).at) + lane * 16;
+    const std::int64_t token_bytes = p.gate_token_stride * size;
+    for_channels(count, [&](int t, int n) {
+      if (kMasked && n * size + lane * 16 >= key_dim() * size) return;
+      ptx::copy_async_16(at<unsigned char>(launch.shared.raw_gates) +
+                             (t * key_dim() + n) * size + lane * 16,
+                         from + t * token_bytes + n * size);
+    });
   }
 
   /// Whether the warp prepares what its head needs.
   __device__ __forceinline__ bool prepares_head() const { return !kOneHead || warp == 0; }
 
   /// Fewer instructions, but later by the time of a load or more: not where latency counts.
-  static __device__ __forceinline__ bool copies_bulk() { return ptx::kHasBulkCopy && !kOneHead; }
+  static __device__ __forceinline__ bool copies_bulk() { return ptx::kHasBulkCopy && !kDirect; }
 
   /// Completes when the live records' keys (and decays of channels) are there.
   __device__ __forceinline__ std::uint64_t* records_barrier() const {
@@ -226,28 +232,37 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
           __fmul_rn(factor, v.x[i + 3])};
     }
   }
-  /// 1 / |x|, or 1 where the model does not normalize.
-  __device__ __forceinline__ float unit_scale(const Vector& v) const {
-    if (!p.normalize) return 1.0f;
+  static __device__ __forceinline__ float sum_of_squares(const Vector& v) {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) sum = __fmaf_rn(v.x[i], v.x[i], sum);
-#pragma unroll
-    for (int mask = kWarpLanes / 2; mask > 0; mask /= 2) {
-      sum = __fadd_rn(sum, __shfl_xor_sync(kAllLanes, sum, mask));
-    }
-    return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(sum, p.norm_epsilon)));
+    return sum;
+  }
+  /// 1 / |x| from |x|^2, or 1 where the model does not normalize.
+  __device__ __forceinline__ float unit_scale(float squares) const {
+    if (!p.normalize) return 1.0f;
+    return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(squares, p.norm_epsilon)));
+  }
+  /// Of column c, k or q of a token.
+  __device__ __forceinline__ float column_scale(int c, float squares) const {
+    const float unit = unit_scale(squares);
+    return c % 2 == 0 ? unit : __fmul_rn(unit, p.q_scale);
   }
 
   /// Scales of the loaded tokens' k and q, a vector per warp; `to_vectors`: and the scaled vectors.
   __device__ __forceinline__ void scale_tokens(int count, bool to_vectors) const {
-    // The last warps: the first ones have products to compute.
-    for (int c = launch.warps - 1 - warp; c < 2 * count; c += launch.warps) {
+    // The first or the last warps: the others have keys or products to prepare.
+    for (int c = kChannelDecay ? warp : launch.warps - 1 - warp; c < 2 * count; c += launch.warps) {
       const Vector v = load_lane(raw_token(c));
-      const float unit = c % 2 == 0 ? unit_scale(v) : __fmul_rn(unit_scale(v), p.q_scale);
+      float squares[1] = {sum_of_squares(v)};
+      const float unit = column_scale(c, team_sum<kWarpLanes>(squares, lane));
       if (lane == 0) scale()[c] = unit;
       if (to_vectors) store_scaled(v, unit, vector(c));
     }
+  }
+
+  static __device__ __forceinline__ float2& pair_at(float* from) {
+    return *reinterpret_cast<float2*>(from);
   }
 
   /// For folds: unit keys of the live records. Where deltas are added up, they take decays of later
@@ -257,20 +272,28 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   __device__ __forceinline__ void prepare_fold() const {
     if (live == 0) return;
     if (kChannelDecay && !folds_values()) {
-      // The last threads, where there are more than channels: the first ones have gates to prepare.
-      for (int n = block_threads() - 1 - thread; n < key_dim(); n += block_threads()) {
-        float later = 1.0f;
+      // Two channels to a thread, of the last ones: the first ones have norms to compute.
+      for (int n = 2 * (block_threads() - 1 - thread); n < key_dim(); n += 2 * block_threads()) {
+        float2 later = {1.0f, 1.0f};
 #pragma unroll 4
         for (int e = live - 1; e >= 0; --e) {
-          key(e)[n] = __fmul_rn(__fmul_rn(key_scale()[e], widen(raw_key(e)[n])), later);
-          later *= channel_decay(e)[n];
+          const auto raw = load_packed<Act, 2>(raw_key(e) + n);
+          pair_at(key(e) + n) = {__fmul_rn(__fmul_rn(key_scale()[e], raw[0]), later.x),
+                                 __fmul_rn(__fmul_rn(key_scale()[e], raw[1]), later.y)};
+          const float2 decay = pair_at(channel_decay(e) + n);
+          later.x *= decay.x;
+          later.y *= decay.y;
         }
-        channel_decay(0)[n] = later;
+        pair_at(channel_decay(0) + n) = later;
       }
       return;
     }
-    for (int i = warp; i < live; i += launch.warps) {
-      store_scaled(load_lane(raw_key(i)), key_scale()[i], key(i));
+    if (launch.shared.keys_replace_raw) {
+      replace_raw_keys();
+    } else {
+      for (int i = warp; i < live; i += launch.warps) {
+        store_scaled(load_lane(raw_key(i)), key_scale()[i], key(i));
+      }
     }
     // Where a block has one head, not the warp that has its gates to prepare.
     if (!kChannelDecay && !folds_values() && (!kOneHead || warp == min(1, launch.warps - 1))) {
@@ -283,6 +306,21 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
       __syncwarp();
     }
   }
+  /// Unit keys to where raw ones lie, which go through registers.
+  __device__ __forceinline__ void replace_raw_keys() const {
+    Vector mine[kDeltaRuleKeysOfWarp];
+#pragma unroll
+    for (int j = 0; j < kDeltaRuleKeysOfWarp; ++j) {
+      const int i = j * launch.warps + warp;
+      if (i < live) mine[j] = load_lane(raw_key(i));
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < kDeltaRuleKeysOfWarp; ++j) {
+      const int i = j * launch.warps + warp;
+      if (i < live) store_scaled(mine[j], key_scale()[i], key(i));
+    }
+  }
 
   /// The records as prepare_fold leaves them; `values`: theirs for a pass.
   __device__ __forceinline__ FoldedRecords<Act> folded_records(const Act* values,
@@ -292,7 +330,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
             .values = values,
             .value_pitch = value_pitch,
             .keys = key(0),
-            .key_pitch = vector_pitch(),
+            .key_pitch = key_dim(),
             .decays = kChannelDecay ? channel_decay(0) : decays(),
             .decay_pitch = kChannelDecay ? key_dim() : 1,
             .total = kChannelDecay ? channel_decay(0) : betas(),
@@ -336,41 +374,48 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     betas()[live + lane] = beta;
     if (records && !p.fast_flush) *ring_beta(entry) = beta;
     if constexpr (!kChannelDecay) {
-      const float factor = token_decay(loaded.gate, loaded.parameters);
+      const float factor = token_decay(loaded.gate, exp_f32(loaded.parameters.a_log), loaded.parameters.bias);
       decays()[live + lane] = factor;
       if (records) *ring_decay(entry) = factor;
     }
   }
 
-  /// Of the channel that is this thread's, where threads have one each for all tokens.
+  /// Decays of channels are prepared by warps, as many at a time as they have lanes.
+  __device__ __forceinline__ int channel_slices() const {
+    return (key_dim() + kWarpLanes - 1) / kWarpLanes;
+  }
+  /// f(token, first channel) for those that are the warp's.
+  template <typename F>
+  __device__ __forceinline__ void for_channels(int count, F f) const {
+    for (int i = warp; i < count * channel_slices(); i += launch.warps) {
+      f(i / channel_slices(), i % channel_slices() * kWarpLanes);
+    }
+  }
+  /// Whether a thread has one channel for all tokens: then load_own_channel has its parameters.
   __device__ __forceinline__ bool has_own_channel() const {
-    return kChannelDecay && block_threads() % kKeyDim == 0;
+    return kChannelDecay && launch.warps % channel_slices() == 0;
   }
   __device__ __forceinline__ GateParameters load_own_channel() const {
-    const int n = thread % kKeyDim;
-    if (!has_own_channel() || (kMasked && n >= key_dim())) return {};
-    return gate_parameters(n);
+    if constexpr (!kChannelDecay) return {};
+    const int n = warp % channel_slices() * kWarpLanes + lane;
+    const bool present = has_own_channel() && (!kMasked || n < key_dim());
+    return gate_parameters(present ? n : 0);
   }
-  /// Decay of a channel for a loaded token; `append` records it.
-  __device__ __forceinline__ float prepare_channel(int t, int n, const GateParameters& own_channel,
-                                                   bool append) const {
-    const auto index = t * vector_pitch() + n;
-    const float raw = p.gate_is_f32 ? at<float>(launch.shared.raw_gates)[index]
-                                    : widen(at<Act>(launch.shared.raw_gates)[index]);
-    const float factor = token_decay(raw, has_own_channel() ? own_channel : gate_parameters(n));
-    if (append) ring_decay(live + t)[n] = factor;
-    token_channel_decay(t)[n] = factor;
-    return factor;
-  }
-
-  /// Decays of all channels for the loaded tokens.
-  __device__ __forceinline__ void prepare_channels(int count, const GateParameters& own_channel,
+  /// Decays of all channels for the loaded tokens; `append` records them. `rate`: exp(A_log).
+  __device__ __forceinline__ void prepare_channels(int count, float rate, float own_bias,
                                                    bool append) const {
     if constexpr (kChannelDecay) {
-      for (int i = thread; i < count * kKeyDim; i += block_threads()) {
-        const int n = i % kKeyDim;
-        if (!kMasked || n < key_dim()) prepare_channel(i / kKeyDim, n, own_channel, append);
-      }
+      for_channels(count, [&](int t, int first) {
+        const int n = first + lane;
+        if (kMasked && n >= key_dim()) return;
+        const int index = t * key_dim() + n;
+        const float raw = p.gate_is_f32 ? at<float>(launch.shared.raw_gates)[index]
+                                        : widen(at<Act>(launch.shared.raw_gates)[index]);
+        const float bias = has_own_channel() ? own_bias : gate_parameters(n).bias;
+        const float decay = token_decay(raw, rate, bias);
+        if (append) ring_decay(live + t)[n] = decay;
+        token_channel_decay(t)[n] = decay;
+      });
     }
   }
 
@@ -384,37 +429,18 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     }
   }
 
-  /// With a decay per channel: keys of records times those of later records and the product of all
-  /// of them (unless they are folded), and columns times the decays of the row's tokens so far.
-  __device__ __forceinline__ void decay_channels(int records, const GateParameters& own_channel,
-                                                 bool append) const {
-    for (int i = thread; i < 2 * kKeyDim; i += block_threads()) {
-      const int n = i % kKeyDim;
-      if (kMasked && n >= key_dim()) continue;
-      float product = 1.0f;
-      if (i < kKeyDim) {
-#pragma unroll 4
-        for (int e = records - 1; e >= 0; --e) {
-          const float factor = channel_decay(e)[n];
-          channel_decay(e)[n] = widen(raw_key(e)[n]) * product;
-          product *= factor;
-        }
-        total()[n] = product;
-      } else {
-        for (int t = 0; t < own; ++t) {
-          product *= prepare_channel(t, n, own_channel, append);
-          vector(2 * t)[n] = widen(raw_token(2 * t)[n]) * product;
-          vector(2 * t + 1)[n] = widen(raw_token(2 * t + 1)[n]) * product;
-        }
-      }
-    }
+  /// After a barrier behind the tokens' scales.
+  __device__ __forceinline__ void append_key_scales() const {
+    if (own == 0 || !is_first_of_key()) return;
+    for (int t = thread; t < own; t += block_threads()) *ring_k_scale(live + t) = scale()[2 * t];
   }
 
-  // ---- Scores: products of the window's keys with the columns, without their scales ----
+  // ---- Scores, where a head has one decay: products of the window's keys with the columns, without
+  // their scales ----
 
   /// Entries: `records` live records, then the row's own tokens.
   __device__ __forceinline__ void prepare_scores(int records) const {
-    if constexpr (sizeof(Act) == 2 && !kChannelDecay) {
+    if constexpr (sizeof(Act) == 2) {
       multiply_scores(records);
     } else {
       add_up_scores(records);
@@ -487,36 +513,21 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     const int shift = 32 - __clz(2 * own - 1);  // log2 of the number of columns, rounded up
     const int items = (records + own) << shift;
     constexpr int kQuads = kWarpLanes / 4;
+#pragma unroll 1
     for (int first = warp * kQuads; first < items; first += launch.warps * kQuads) {
       const int item = min(first + lane / 4, items - 1);  // a warp stays together
       const int entry = item >> shift;
       const int c = min(item & ((1 << shift) - 1), 2 * own - 1);
       const int token = entry - records;
+      const Act* key = token < 0 ? raw_key(entry) : raw_token(2 * token);
       float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll kUnroll
-      for (int n = 0; n < kKeyDim; n += 16) {
+#pragma unroll 4
+      for (int n = 4 * (lane % 4); n < kKeyDim; n += 16) {
         if (kMasked && n >= key_dim()) break;
-        const int from = n + 4 * (lane % 4);
-        float x[4], y[4];
-        if constexpr (kChannelDecay) {
-          if (token < 0) {
-            load_four(channel_decay(entry) + from, x);
-            load_four(vector(c) + from, y);
-          } else {
-            load_four(raw_token(2 * token) + from, x);
-            load_four(raw_token(c) + from, y);
-            for (int s = token + 1; s <= c / 2; ++s) {
-              float f[4];
-              load_four(token_channel_decay(s) + from, f);
+        const auto x = load_packed<Act, 4>(key + n);
+        const auto y = load_packed<Act, 4>(raw_token(c) + n);
 #pragma unroll
-              for (int i = 0; i < 4; ++i) y[i] *= f[i];
-            }
-          }
-        } else {
-          load_four((token < 0 ? raw_key(entry) : raw_token(2 * token)) + from, x);
-          load_four(raw_token(c) + from, y);
-        }
-        add_product(x, y, part);
+        for (int i = 0; i < 4; ++i) part[i] = fmaf(x[i], y[i], part[i]);
       }
       float sum = (part[0] + part[1]) + (part[2] + part[3]);
       sum += __shfl_xor_sync(kAllLanes, sum, 1);
@@ -527,22 +538,151 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
 
   // ---- Weights ----
 
-  /// The weights of the warp's head: scores with their scales, times the decays between entry and
-  /// token. The checkpoint's weight takes the scale of k or q along.
+  // Where every channel has its own decay, a warp goes through entries from the newest to the oldest
+  // with all channels in its lanes, and the columns of several tokens.
+  static constexpr int kGroup = kVariant == DeltaRuleVariant::kSingle ? 2 : kMasked ? 4 : 8;
+  static constexpr int kRecordsAtOnce = kVariant == DeltaRuleVariant::kSingle ? 4 : kMasked ? 1 : 2;
+
+  /// Weights of records and own tokens, the columns of the checkpoint, and scales, which all but own
+  /// tokens' weights have yet to be multiplied by (state_weights).
+  __device__ __forceinline__ void prepare_channel_weights(int records) const {
+    if constexpr (kVariant == DeltaRuleVariant::kSingle) {
+      if (own > 0) weigh_columns(0, records);
+    } else {
+#pragma unroll 1
+      for (int first = 0; first < 2 * own; first += kGroup) weigh_columns(first, records);
+    }
+    // Products take sixteen records at once: zeros up to the next multiple.
+    const int padding = -records & 15;
+    for (int i = thread; i < 32 * own; i += block_threads()) {
+      if (i % 16 < padding) weights(i / 16)[records + i % 16] = 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ Vector load_lane_decays(const float* from) const {
+    Vector out;
+#pragma unroll
+    for (int i = 0; i < kPerLane; i += 4) {
+      float4 four = {1.0f, 1.0f, 1.0f, 1.0f};
+      if (lane_has(i)) four = *reinterpret_cast<const float4*>(from + lane * kPerLane + i);
+      out.x[i] = four.x;
+      out.x[i + 1] = four.y;
+      out.x[i + 2] = four.z;
+      out.x[i + 3] = four.w;
+    }
+    return out;
+  }
+  static __device__ __forceinline__ void multiply_by(const Vector& factor, Vector& v) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) v.x[i] *= factor.x[i];
+  }
+  /// sums[i] = x . column i of the lane's channels.
+  static __device__ __forceinline__ void multiply_columns(const Vector& x,
+                                                          const Vector (&column)[kGroup],
+                                                          float* sums) {
+#pragma unroll
+    for (int c = 0; c < kGroup; ++c) {
+      sums[c] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) sums[c] = fmaf(x.x[i], column[c].x[i], sums[c]);
+    }
+  }
+
+  /// Weights of the warp's share of the records for columns first... Returns the product of the
+  /// decays from the warp's first record on.
+  __device__ __forceinline__ Vector weigh_records(int first, int records,
+                                                  const Vector (&column)[kGroup]) const {
+    constexpr int kSums = kRecordsAtOnce * kGroup;
+    constexpr int kLanes = kWarpLanes / kSums;  // that get a sum
+    const int c = lane / kLanes % kGroup;
+    const int record = lane / kLanes / kGroup;  // of those at once, from the newest on
+    const int share = (records + launch.warps - 1) / launch.warps;
+    const int begin = warp * share;
+    const int end = min(begin + share, records);
+    Vector later;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) later.x[i] = 1.0f;
+#pragma unroll 4
+    for (int e = records - 1; e >= end; --e) multiply_by(load_lane_decays(channel_decay(e)), later);
+#pragma unroll 1
+    for (int newest = end - 1; newest >= begin; newest -= kRecordsAtOnce) {
+      float sums[kSums];
+#pragma unroll
+      for (int r = 0; r < kRecordsAtOnce; ++r) {
+        const int e = max(newest - r, begin);
+        Vector key = load_lane(raw_key(e));
+        multiply_by(later, key);
+        multiply_columns(key, column, sums + r * kGroup);
+        if (newest - r >= begin) multiply_by(load_lane_decays(channel_decay(e)), later);
+      }
+      const float sum = team_sum<kWarpLanes>(sums, lane);
+      const int e = newest - record;
+      if (lane % kLanes == 0 && e >= begin && (kGroup == 2 || first + c < 2 * own)) {
+        weights(first + c)[e] = key_scale()[e] * sum;
+      }
+    }
+    return later;
+  }
+
+  /// Columns first.. of a group. Own tokens are the last warp's, the checkpoint's columns the first
+  /// one's, which has the oldest records.
+  __device__ __forceinline__ void weigh_columns(int first, int records) const {
+    const bool is_last_warp = warp == launch.warps - 1;
+    constexpr int kLanes = kWarpLanes / kGroup;  // that get the sums of a column
+    const int columns = kVariant == DeltaRuleVariant::kSingle ? 2 : 2 * own;
+    const int mine = first + lane / kLanes;
+    const bool writes = lane % kLanes == 0 && mine < columns;
+    Vector column[kGroup];
+#pragma unroll
+    for (int c = 0; c < kGroup; ++c) {
+      column[c] = load_lane(raw_token(min(first + c, columns - 1)));
+    }
+    float sums[kGroup];
+    float unit = 0.0f;
+    if (is_last_warp) {
+#pragma unroll
+      for (int c = 0; c < kGroup; ++c) sums[c] = sum_of_squares(column[c]);
+      unit = column_scale(mine, team_sum<kWarpLanes>(sums, lane));
+      if (writes) scale()[mine] = state_weights()[mine] = unit;
+      __syncwarp();
+    }
+    // A column takes decays along on its way: of tokens up to its own, then of records.
+#pragma unroll 1
+    for (int i = min(columns, first + kGroup) / 2 - 1; i >= 0; --i) {
+      if (is_last_warp) {
+        multiply_columns(load_lane(raw_token(2 * i)), column, sums);
+        const float sum = team_sum<kWarpLanes>(sums, lane);
+        if (writes && i <= mine / 2) own_weights(mine)[i] = scale()[2 * i] * unit * sum;
+      }
+      const Vector decay = load_lane_decays(token_channel_decay(i));
+#pragma unroll
+      for (int c = 0; c < kGroup; ++c) {
+        if (i <= (first + c) / 2) multiply_by(decay, column[c]);
+      }
+    }
+    const Vector later = weigh_records(first, records, column);
+    if (warp != 0) return;
+#pragma unroll
+    for (int c = 0; c < kGroup; ++c) {
+      multiply_by(later, column[c]);
+      if (first + c < columns) store_scaled(column[c], 1.0f, vector(first + c));
+    }
+  }
+
+  /// The weights of the warp's head, which has one decay: scores with their scales, times the decays
+  /// between entry and token. The checkpoint's weight takes the scale of k or q along.
   __device__ __forceinline__ void prepare_weights(int records) const {
     const int columns = 2 * own;
     // A lane has a column, then a record, then a pair of own tokens.
     float column = lane < columns ? scale()[lane] : 0.0f;
-    if constexpr (!kChannelDecay) {
-      for (int s = 0; s <= min(lane / 2, own - 1); ++s) column *= decays()[live + s];
-    }
+    for (int s = 0; s <= min(lane / 2, own - 1); ++s) column *= decays()[live + s];
     float later = 1.0f;
 #pragma unroll 1
     for (int first = last_group(records); first >= 0; first -= kWarpLanes) {
       const int entry = first + lane;
       const bool is_record = entry < records;
       float factor = is_record ? key_scale()[entry] : 0.0f;
-      if constexpr (!kChannelDecay) factor *= later_decays(first, records, later);
+      factor *= later_decays(first, records, later);
       const bool is_padding = entry < (records + 15) / 16 * 16;
       for (int c = 0; c < columns; ++c) {
         const float weight = factor * __shfl_sync(kAllLanes, column, c);
@@ -550,7 +690,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
       }
     }
     // Records that have been folded are in the checkpoint already.
-    if (lane < columns) state_weights()[lane] = kChannelDecay ? column : column * later;
+    if (lane < columns) state_weights()[lane] = column * later;
 #pragma unroll 1
     for (int item = lane; item < columns * kMaxTokens; item += kWarpLanes) {
       const int c = item / kMaxTokens;
@@ -558,9 +698,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
       const int t = c / 2;
       if (i > t) continue;
       float weight = scale()[c] * scale()[2 * i];
-      if constexpr (!kChannelDecay) {
-        for (int s = i + 1; s <= t; ++s) weight *= decays()[live + s];
-      }
+      for (int s = i + 1; s <= t; ++s) weight *= decays()[live + s];
       own_weights(c)[i] = weight * scores(c)[own_score() + i];
     }
     __syncwarp();

@@ -5,7 +5,6 @@
 
 #include <cstdint>
 
-#include "cuda/ptx/select.cuh"
 #include "cuda/vector.cuh"
 #include "cuda/warp.cuh"
 #include "ops/delta_rule/cuda/config.h"
@@ -142,13 +141,7 @@ class DeltaRuleRecurrence {
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) sum[s] = __fmaf_rn(tile.s[s][i], x[i], sum[s]);
     }
-    exchange<kSlots / 2, kTeamLanes / 2>(sum);
-    float total = sum[0];
-#pragma unroll
-    for (int rest = kRowLanes / 2; rest > 0; rest /= 2) {
-      total = __fadd_rn(total, __shfl_xor_sync(kAllLanes, total, rest));
-    }
-    return total;
+    return team_sum<kTeamLanes>(sum, lane_);
   }
 
   /// d = beta (v - S alpha k); S = alpha S + d k. `decay`: alpha of the lane's columns where every
@@ -254,8 +247,8 @@ class DeltaRuleRecurrence {
         }
       }
     }
-    halve<kSlots / 2, kTeamLanes / 2>(sx);
-    halve<kSlots / 2, kTeamLanes / 2>(sy);
+    halve_sums<kSlots / 2, kTeamLanes / 2>(sx, lane_);
+    halve_sums<kSlots / 2, kTeamLanes / 2>(sy, lane_);
     const float all[4] = {sx[0], sy[0], sx[1], sy[1]};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -264,26 +257,6 @@ class DeltaRuleRecurrence {
       for (int mask = 2; mask > 0; mask /= 2) {
         sums[i] = __fadd_rn(sums[i], __shfl_xor_sync(kAllLanes, sums[i], mask));
       }
-    }
-  }
-
- private:
-  /// Halves the sums a lane holds: it keeps kHalf of them, and gets what its partner has of those.
-  template <int kHalf, int kMask>
-  __device__ __forceinline__ void halve(float (&sum)[kSlots]) const {
-    const bool upper = (lane_ & kMask) != 0;
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-      const float send = ptx::select(upper, sum[i], sum[i + kHalf]);
-      const float keep = ptx::select(upper, sum[i + kHalf], sum[i]);
-      sum[i] = __fadd_rn(keep, __shfl_xor_sync(kAllLanes, send, kMask));
-    }
-  }
-  template <int kHalf, int kMask>
-  __device__ __forceinline__ void exchange(float (&sum)[kSlots]) const {
-    if constexpr (kHalf > 0) {
-      halve<kHalf, kMask>(sum);
-      exchange<kHalf / 2, kMask / 2>(sum);
     }
   }
 

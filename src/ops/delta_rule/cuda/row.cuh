@@ -143,10 +143,11 @@ class DeltaRuleRow : protected RowOfStep {
     return {p.a_log == nullptr ? 0.0f : p.a_log[head],
             p.dt_bias == nullptr ? 0.0f : p.dt_bias[head * launch.decays + channel]};
   }
-  __device__ __forceinline__ float token_decay(float raw_gate, const GateParameters& of) const {
-    const float u = __fadd_rn(raw_gate, of.bias);
-    return exp_f32(p.bounded ? bounded_log_decay(of.a_log, u, p.lower_bound)
-                             : softplus_log_decay(of.a_log, u));
+  /// `rate`: exp(A_log).
+  __device__ __forceinline__ float token_decay(float raw_gate, float rate, float bias) const {
+    const float u = __fadd_rn(raw_gate, bias);
+    return exp_f32(p.bounded ? bounded_log_decay(rate, u, p.lower_bound)
+                             : softplus_log_decay(rate, u));
   }
 
   const DeltaRuleCudaParams& p;

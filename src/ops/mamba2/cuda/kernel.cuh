@@ -63,7 +63,7 @@ class Mamba2StepKernel
   using Lanes = Mamba2Lanes<State, Act, kStateSize>;
   using Lanes::advance, Lanes::column, Lanes::kColumns, Lanes::kPassRows, Lanes::kRowLanes;
   using Lanes::kSlots, Lanes::kVector, Lanes::load_columns, Lanes::read_tile, Lanes::reduce;
-  using Lanes::reduce_lanes, Lanes::round_tile, Lanes::team, Lanes::widen_columns;
+  using Lanes::round_tile, Lanes::team, Lanes::widen_columns;
   using typename Lanes::PackedColumns, typename Lanes::Tile;
 
   static constexpr int kOneRows = kTileRows * kOneLanes / kWarpLanes;
@@ -232,7 +232,7 @@ class Mamba2StepKernel
 #pragma unroll
       for (int s = 0; s < kOneRows; ++s) sum[s] = fmaf(one_weights[i], now[s], sum[s]);
     }
-    float y = this->template reduce_lanes<kOneLanes>(sum);
+    float y = team_sum<kOneLanes>(sum, lane);
     if (lane % kOneRowLanes == 0) {
       if (p.z != nullptr) y *= silu(widen(gate(0, at)[lane / kOneRowLanes]));
       *y_at = narrow<Act>(y);
@@ -266,7 +266,7 @@ class Mamba2StepKernel
       rows[0] = fmaf(of_state[0], one_scale, rows[0]);
       rows[1] = fmaf(of_state[1], one_scale, rows[1]);
     }
-    float y = this->template reduce_lanes<4>(rows);
+    float y = team_sum<4>(rows, lane);
     if (q % 2 == 0) {
       if (p.z != nullptr) y *= silu(widen(gate(0, at)[g + 8 * (q / 2)]));
       *y_at = narrow<Act>(y);

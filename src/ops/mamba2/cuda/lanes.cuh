@@ -124,37 +124,10 @@ class Mamba2Lanes {
     }
   }
 
-  /// Sums each slot over its team; the lane's result is that of state row lane / kRowLanes. A step
-  /// halves the slots a lane holds, so that n sums take n - 1 + log2(lanes / n)
-  /// exchanges.
+  /// Sums each slot over its team; the lane's result is that of state row lane / kRowLanes.
   template <int kCount>
   __device__ __forceinline__ float reduce(float (&sum)[kCount]) const {
-    return reduce_lanes<kTeamLanes>(sum);
-  }
-  /// The same over teams of kLanes lanes.
-  template <int kLanes, int kCount>
-  __device__ __forceinline__ float reduce_lanes(float (&sum)[kCount]) const {
-    exchange<kCount / 2, kLanes / 2>(sum);
-    float total = sum[0];
-#pragma unroll
-    for (int rest = kLanes / kCount / 2; rest > 0; rest /= 2) {
-      total += __shfl_xor_sync(kAllLanes, total, rest);
-    }
-    return total;
-  }
-
-  template <int kHalf, int kMask, int kCount>
-  __device__ __forceinline__ void exchange(float (&sum)[kCount]) const {
-    if constexpr (kHalf > 0) {
-      const bool upper = (lane_ & kMask) != 0;
-#pragma unroll
-      for (int i = 0; i < kHalf; ++i) {
-        const float send = ptx::select(upper, sum[i], sum[i + kHalf]);
-        const float keep = ptx::select(upper, sum[i + kHalf], sum[i]);
-        sum[i] = keep + __shfl_xor_sync(kAllLanes, send, kMask);
-      }
-      exchange<kHalf / 2, kMask / 2>(sum);
-    }
+    return team_sum<kTeamLanes>(sum, lane_);
   }
 
   int team;    // of the lane
