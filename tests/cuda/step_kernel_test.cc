@@ -52,21 +52,20 @@ DeltaRuleCudaParams delta_rule_params(std::int64_t rows, bool channel_decay,
   return p;
 }
 
-bool is_direct(const Mamba2CudaParams& p, const Mamba2Tuning& tuning = {}) {
+bool takes_direct(const Mamba2CudaParams& p, const Mamba2Tuning& tuning = {}) {
   return choose_mamba2_config(p, device_of(90), tuning).value().variant == Mamba2Variant::kDirect;
 }
-bool is_direct(const DeltaRuleCudaParams& p, const DeltaRuleTuning& tuning = {}) {
-  return choose_delta_rule_config(p, device_of(90), tuning).value().variant ==
-         DeltaRuleVariant::kDirect;
+bool takes_direct(const DeltaRuleCudaParams& p, const DeltaRuleTuning& tuning = {}) {
+  return is_direct(choose_delta_rule_config(p, device_of(90), tuning).value().variant);
 }
 
 TEST(StepKernel, FewRowsAreDirectAndManyAreStreamed) {
   for (const int drafts : {1, 4, 8}) {
-    EXPECT_TRUE(is_direct(mamba2_params(1, drafts)));
-    EXPECT_FALSE(is_direct(mamba2_params(64, drafts)));
+    EXPECT_TRUE(takes_direct(mamba2_params(1, drafts)));
+    EXPECT_FALSE(takes_direct(mamba2_params(64, drafts)));
     for (const bool channel_decay : {false, true}) {
-      EXPECT_TRUE(is_direct(delta_rule_params(1, channel_decay, drafts)));
-      EXPECT_FALSE(is_direct(delta_rule_params(64, channel_decay, drafts)));
+      EXPECT_TRUE(takes_direct(delta_rule_params(1, channel_decay, drafts)));
+      EXPECT_FALSE(takes_direct(delta_rule_params(64, channel_decay, drafts)));
     }
   }
 }
@@ -74,15 +73,15 @@ TEST(StepKernel, FewRowsAreDirectAndManyAreStreamed) {
 TEST(StepKernel, PlainDecodingOfF32StatesIsDirectForAnyNumberOfRows) {
   Mamba2CudaParams m = mamba2_params(512);
   m.plain = true;
-  EXPECT_TRUE(is_direct(m));
+  EXPECT_TRUE(takes_direct(m));
   m.checkpoint = DType::kBF16;
-  EXPECT_FALSE(is_direct(m));
+  EXPECT_FALSE(takes_direct(m));
   for (const bool channel_decay : {false, true}) {
     DeltaRuleCudaParams d = delta_rule_params(512, channel_decay);
     d.plain = true;
-    EXPECT_TRUE(is_direct(d));
+    EXPECT_TRUE(takes_direct(d));
     d.checkpoint = DType::kBF16;
-    EXPECT_FALSE(is_direct(d));
+    EXPECT_FALSE(takes_direct(d));
   }
 }
 
@@ -122,26 +121,26 @@ TEST(StepKernel, WhatHasNoDirectKernelIsStreamedWhateverIsAsked) {
   const Mamba2Tuning direct{.kernel = StepKernel::kDirect};
   Mamba2CudaParams m = mamba2_params(1);
   m.state_size = 256;
-  EXPECT_FALSE(is_direct(m, direct));
+  EXPECT_FALSE(takes_direct(m, direct));
   m = mamba2_params(1);
   m.copy.format = ReadCopyFormat::kNvfp4;
-  EXPECT_FALSE(is_direct(m, direct));
-  EXPECT_FALSE(is_direct(mamba2_params(1, 9), direct));
+  EXPECT_FALSE(takes_direct(m, direct));
+  EXPECT_FALSE(takes_direct(mamba2_params(1, 9), direct));
   DeltaRuleCudaParams d = delta_rule_params(1, true);
   d.activation = DType::kF32;
-  EXPECT_FALSE(is_direct(d, {.kernel = StepKernel::kDirect}));
+  EXPECT_FALSE(takes_direct(d, {.kernel = StepKernel::kDirect}));
 }
 
 TEST(StepKernel, OneCanBeForced) {
-  EXPECT_FALSE(is_direct(mamba2_params(1), {.kernel = StepKernel::kStreamed}));
-  EXPECT_TRUE(is_direct(mamba2_params(256), {.kernel = StepKernel::kDirect}));
+  EXPECT_FALSE(takes_direct(mamba2_params(1), {.kernel = StepKernel::kStreamed}));
+  EXPECT_TRUE(takes_direct(mamba2_params(256), {.kernel = StepKernel::kDirect}));
   force_step_kernel(StepKernel::kStreamed);
-  EXPECT_FALSE(is_direct(mamba2_params(1)));
-  EXPECT_FALSE(is_direct(delta_rule_params(1, false)));
+  EXPECT_FALSE(takes_direct(mamba2_params(1)));
+  EXPECT_FALSE(takes_direct(delta_rule_params(1, false)));
   force_step_kernel(StepKernel::kDirect);
-  EXPECT_TRUE(is_direct(delta_rule_params(256, true)));
+  EXPECT_TRUE(takes_direct(delta_rule_params(256, true)));
   force_step_kernel(StepKernel::kAuto);
-  EXPECT_TRUE(is_direct(mamba2_params(1)));
+  EXPECT_TRUE(takes_direct(mamba2_params(1)));
 }
 
 TEST(StepKernel, TheEnvironmentsNameIsChecked) {

@@ -135,14 +135,15 @@ bool has_direct_kernel(const DeltaRuleCudaParams& p) {
 
 DeltaRuleCudaConfig direct_config(const DeltaRuleCudaParams& p, const CudaDeviceInfo& device,
                                   const DeltaRuleTuning& tuning) {
-  constexpr int kWarps = 4;
   DeltaRuleCudaConfig config;
-  config.variant = DeltaRuleVariant::kDirect;
   config.reason = direct_reason(is_direct_for_any_rows(p.plain, p.checkpoint));
   // A block has rows of one head, so that its warps share the head's gates.
   const int warps = warps_that_divide(p.shape.value_dim / kDeltaRuleDirectRows,
-                                      tuning.warps != 0 ? tuning.warps : kWarps);
+                                      tuning.warps != 0 ? tuning.warps : kDeltaRuleDirectWarps);
   config.launch = cut_heads(p, kDeltaRuleDirectRows, 1, warps);
+  const bool single =
+      p.limits.draft_capacity == 1 && config.launch.warps == kDeltaRuleDirectWarps;
+  config.variant = single ? DeltaRuleVariant::kDirectSingle : DeltaRuleVariant::kDirect;
   count_blocks(p, config);
   config.launch.shared = plan_direct_shared(p, config.launch);
   config.blocks_per_multiprocessor =
@@ -168,7 +169,7 @@ DeltaRuleVariant delta_rule_variant(const DeltaRuleCudaParams& p) {
 
 std::string DeltaRuleCudaConfig::to_string() const {
   std::ostringstream out;
-  if (variant == DeltaRuleVariant::kDirect) out << "direct, ";
+  if (is_direct(variant)) out << "direct, ";
   out << launch.warps << " warps x " << launch.tiles << (launch.tiles == 1 ? " tile, " : " tiles, ")
       << blocks << " blocks, " << launch.shared.bytes << " B shared, " << blocks_per_multiprocessor
       << " per SM: " << reason;

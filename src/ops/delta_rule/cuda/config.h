@@ -21,7 +21,8 @@ inline constexpr int kDeltaRuleMaxWarps = 8;
 /// Blocks of as many for which the kernels leave registers on a multiprocessor.
 inline constexpr int kDeltaRuleResidentBlocks = 2;
 inline constexpr int kDeltaRuleTileRows = 16;
-inline constexpr int kDeltaRuleDirectRows = 8;  // of a warp of the direct kernel
+inline constexpr int kDeltaRuleDirectRows = 8;   // of a warp of the direct kernel
+inline constexpr int kDeltaRuleDirectWarps = 4;  // of its blocks, at most
 
 /// The kernels there are for a pair of types and a kind of decay.
 enum class DeltaRuleVariant {
@@ -29,8 +30,13 @@ enum class DeltaRuleVariant {
   kSmall,   // key_dim 128, draft capacity up to 4
   kDraft,   // key_dim 128, draft capacity up to 8
   kAny,     // key_dim a multiple of 16 up to 256, draft capacity up to 16
-  kDirect,  // what the first three serve, without read copies (direct.cuh, cuda/step_kernel.h)
+  // What the first three serve, without read copies (direct.cuh, cuda/step_kernel.h):
+  kDirectSingle,  // draft capacity 1, in blocks of kDeltaRuleDirectWarps
+  kDirect,        // everything else
 };
+constexpr bool is_direct(DeltaRuleVariant variant) {
+  return variant == DeltaRuleVariant::kDirectSingle || variant == DeltaRuleVariant::kDirect;
+}
 /// The streamed kernel of a step.
 DeltaRuleVariant delta_rule_variant(const DeltaRuleCudaParams& params);
 constexpr int delta_rule_key_dim(DeltaRuleVariant variant) {

@@ -25,28 +25,30 @@
 
 namespace replayssm::cuda {
 
-template <typename State, typename Act, bool kChannelDecay>
+template <typename State, typename Act, bool kChannelDecay, DeltaRuleVariant kVariant>
 class DeltaRuleDirectKernel
-    : private DeltaRulePreparation<State, Act, kChannelDecay, DeltaRuleVariant::kDirect,
-                                   kDeltaRuleDirectRows>,
-      private DeltaRuleRecurrence<State, delta_rule_key_dim(DeltaRuleVariant::kDirect), false,
-                                  kChannelDecay, kDeltaRuleDirectRows / 4> {
-  static constexpr auto kVariant = DeltaRuleVariant::kDirect;
+    : private DeltaRulePreparation<State, Act, kChannelDecay, kVariant, kDeltaRuleDirectRows>,
+      private DeltaRuleRecurrence<State, delta_rule_key_dim(kVariant), false, kChannelDecay,
+                                  kDeltaRuleDirectRows / 4> {
+  static constexpr bool kSingle = kVariant == DeltaRuleVariant::kDirectSingle;
   static constexpr int kRows = kDeltaRuleDirectRows;
 
   using Preparation = DeltaRulePreparation<State, Act, kChannelDecay, kVariant, kRows>;
   using Preparation::append_key_scales, Preparation::append_keys, Preparation::betas;
   using Preparation::decays, Preparation::folded_records, Preparation::kActPerChunk;
-  using Preparation::kKeyDim, Preparation::kMaxTokens, Preparation::load_own_channel;
+  using Preparation::first_column, Preparation::kKeyDim, Preparation::kMaxTokens;
+  using Preparation::kPerLane, Preparation::load_own_channel, Preparation::prepare_channel;
   using Preparation::load_records, Preparation::load_token_gates, Preparation::load_tokens;
   using Preparation::prepare_channels, Preparation::prepare_fold, Preparation::prepare_token_gates;
-  using Preparation::scale_tokens;
+  using Preparation::scale_token, Preparation::scale_tokens;
   using Preparation::shared, Preparation::token_channel_decay, Preparation::vector;
   using typename Preparation::GateParameters, typename Preparation::TokenGates;
+  using typename Preparation::Vector;
 
   using Row = DeltaRuleRow<State, Act, kRows>;
-  using Row::folds_values, Row::is_first_of_key, Row::kind, Row::lane, Row::launch, Row::live;
-  using Row::output, Row::own, Row::p, Row::read_row, Row::ring_delta;
+  using Row::folds_values, Row::gate_parameters, Row::is_first_of_key, Row::kind, Row::lane, Row::launch, Row::live;
+  using Row::output, Row::own, Row::p, Row::raw_gate, Row::read_row, Row::ring_delta;
+  using Row::ring_k, Row::token_k, Row::token_q;
   using Row::ring_v, Row::state, Row::thread, Row::token_count, Row::token_v;
   using Row::value_offset, Row::warp, Row::zero, Row::zero_outputs;
 
@@ -86,8 +88,12 @@ class DeltaRuleDirectKernel
     return reinterpret_cast<Act*>(shared + warp * launch.shared.stage_bytes) + entry * kRows;
   }
 
+  /// Tokens prepared together: the record ring's drafts.
+  __device__ __forceinline__ int chunk() const {
+    return kSingle ? 1 : static_cast<int>(p.limits.draft_capacity);
+  }
   __device__ __forceinline__ int chunk_length(std::int64_t first) const {
-    return static_cast<int>(min(token_count - first, std::int64_t{p.limits.draft_capacity}));
+    return kSingle ? 1 : static_cast<int>(min(token_count - first, std::int64_t{chunk()}));
   }
 
   __device__ __forceinline__ void load_values() const {
@@ -127,30 +133,106 @@ class DeltaRuleDirectKernel
     if (append) append_keys();
   }
 
-  __device__ __forceinline__ void step() const {
-    // Everything is asked for before anything is used.
+  /// Where chunks are single tokens they go straight to registers, so that what is prepared of one
+  /// is ready before the state arrives, and rows without records have one barrier.
+  struct SingleToken {
+    Packed<Act, kPerLane> vector;  // k or q, of the warps that scale one
+    TokenGates token;
+    GateParameters channel;
+    float gate;  // of the thread's channel
+  };
+  __device__ __forceinline__ SingleToken load_token(std::int64_t t) const {
+    SingleToken out{};
+    if (t >= token_count) return out;
+    if (first_column() < 2) {
+      const Act* from = first_column() == 0 ? token_k(t) : token_q(t);
+      out.vector = load_packed<Act, kPerLane>(from + lane * kPerLane);
+    }
+    if constexpr (kChannelDecay) {
+      static_assert(kDeltaRuleDirectWarps * kWarpLanes == kKeyDim);
+      out.gate = *raw_gate(t, thread);
+      out.channel = gate_parameters(thread);
+    }
+    out.token = load_token_gates(t, 1);
+    if (lane < kRowChunks) {
+      const int offset = lane * kActPerChunk;
+      ptx::copy_async_16(values(live) + offset, token_v(t) + offset);
+    }
+    return out;
+  }
+  __device__ __forceinline__ void prepare_token(std::int64_t t, const SingleToken& loaded) const {
+    if (t >= token_count) return;
+    const bool append = own > 0 && is_first_of_key();
+    const int c = first_column();
+    if (c < 2) {
+      Vector raw;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) raw.x[i] = loaded.vector[i];
+      scale_token(c, raw, true);
+      if (c == 0 && append) store_packed(ring_k(live) + lane * kPerLane, loaded.vector);
+    }
+    prepare_token_gates(loaded.token, t, 1, own > 0);
+    if constexpr (kChannelDecay) {
+      prepare_channel(0, thread, loaded.gate, exp_f32(loaded.channel.a_log), loaded.channel.bias,
+                      append);
+    }
+  }
+
+  /// Everything is asked for before anything is used; then what warps share is prepared.
+  __device__ __forceinline__ PackedTile bring_first() const {
     PackedTile packed{};
-    if (!zero) packed = load_tile(state());
-    load_values();
-    load_records();
-    Gates gates = load_chunk(0);
-    ptx::copy_async_wait_all();
-    __syncthreads();
-    prepare_fold();
-    prepare_chunk(0, gates);
+    const auto load_state = [&] {
+      if (!zero) packed = load_tile(state());
+      load_values();
+      load_records();
+    };
+    if constexpr (kSingle) {
+      // First what takes longest from its arrival on: gates of channels, or the state.
+      SingleToken token;
+      if constexpr (kChannelDecay) token = load_token(0);
+      load_state();
+      if constexpr (!kChannelDecay) token = load_token(0);
+      prepare_token(0, token);
+      ptx::copy_async_wait_all();
+      if (live > 0) {
+        __syncthreads();
+        prepare_fold();
+      }
+    } else {
+      load_state();
+      const Gates gates = load_chunk(0);
+      ptx::copy_async_wait_all();
+      __syncthreads();
+      prepare_fold();
+      prepare_chunk(0, gates);
+    }
+    return packed;
+  }
+  /// The same for a chunk behind the first one.
+  __device__ __forceinline__ void bring_chunk(std::int64_t first) const {
+    __syncthreads();  // the chunk before is done with
+    if constexpr (kSingle) {
+      prepare_token(first, load_token(first));
+      ptx::copy_async_wait_all();
+    } else {
+      const Gates gates = load_chunk(first);
+      ptx::copy_async_wait_all();
+      __syncthreads();
+      prepare_chunk(first, gates);
+    }
+  }
+
+  __device__ __forceinline__ void step() const {
+    const PackedTile packed = bring_first();
     __syncthreads();
     append_key_scales();
     Tile tile;
     widen_tile(packed, tile);
     if (live > 0) fold_live(tile);
 #pragma unroll 1
-    for (std::int64_t first = 0; first < token_count; first += p.limits.draft_capacity) {
+    for (std::int64_t first = 0; first < token_count; first += chunk()) {
       if (first > 0) {
-        __syncthreads();  // the chunk before is done with
-        gates = load_chunk(first);
-        ptx::copy_async_wait_all();
-        __syncthreads();
-        prepare_chunk(first, gates);
+        bring_chunk(first);
         __syncthreads();
       }
       advance_tokens(first, tile);
@@ -195,12 +277,12 @@ class DeltaRuleDirectKernel
   }
 };
 
-template <typename State, typename Act, bool kChannelDecay>
+template <typename State, typename Act, bool kChannelDecay, DeltaRuleVariant kVariant>
 __global__ void __launch_bounds__(kDeltaRuleMaxWarps* kWarpLanes, kDeltaRuleResidentBlocks)
     delta_rule_direct_kernel(const __grid_constant__ DeltaRuleCudaParams params,
                              const __grid_constant__ DeltaRuleLaunch launch) {
   begin_step_kernel(params, launch);
-  DeltaRuleDirectKernel<State, Act, kChannelDecay>::run(params, launch, dynamic_shared());
+  DeltaRuleDirectKernel<State, Act, kChannelDecay, kVariant>::run(params, launch, dynamic_shared());
 }
 
 }  // namespace replayssm::cuda

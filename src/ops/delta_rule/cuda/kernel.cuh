@@ -646,7 +646,12 @@ DeltaRuleKernelFunction delta_rule_kernel_with(DeltaRuleVariant variant) {
     }
     if (variant == kSmall) return delta_rule_step_kernel<State, Act, kChannelDecay, kSmall, kCopy>;
     if constexpr (kCopy == ReadCopyFormat::kNone) {
-      if (variant == kDirect) return delta_rule_direct_kernel<State, Act, kChannelDecay>;
+      if (variant == kDirectSingle) {
+        return delta_rule_direct_kernel<State, Act, kChannelDecay, kDirectSingle>;
+      }
+      if (variant == kDirect) {
+        return delta_rule_direct_kernel<State, Act, kChannelDecay, kDirect>;
+      }
       return delta_rule_step_kernel<State, Act, kChannelDecay, kDraft, kCopy>;
     }
   }

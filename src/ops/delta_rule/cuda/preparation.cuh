@@ -23,7 +23,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   static constexpr int kActPerChunk = 16 / static_cast<int>(sizeof(Act));
   static constexpr int kActPitch = delta_rule_vector_pitch(kKeyDim, sizeof(Act));
   static constexpr int kVectorPitch = delta_rule_vector_pitch(kKeyDim, 4);
-  static constexpr bool kDirect = kVariant == DeltaRuleVariant::kDirect;
+  static constexpr bool kDirect = is_direct(kVariant);
   // The block's warps have one head; where every channel has its own decay, so has a key head.
   static constexpr bool kOneHead = kDirect || kChannelDecay;
   static constexpr int kUnroll = kMasked ? 1 : 8;  // the general kernel is large enough
@@ -249,15 +249,21 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     return c % 2 == 0 ? unit : __fmul_rn(unit, p.q_scale);
   }
 
-  /// Scales of the loaded tokens' k and q, a vector per warp; `to_vectors`: and the scaled vectors.
+  /// The scale of column c as the warp's lanes have it; `to_vectors`: and the scaled vector.
+  __device__ __forceinline__ void scale_token(int c, const Vector& raw, bool to_vectors) const {
+    float squares[1] = {sum_of_squares(raw)};
+    const float unit = column_scale(c, team_sum<kWarpLanes>(squares, lane));
+    if (lane == 0) scale()[c] = unit;
+    if (to_vectors) store_scaled(raw, unit, vector(c));
+  }
+  /// The first column that the warp scales: the other warps have keys, products or gates to prepare.
+  __device__ __forceinline__ int first_column() const {
+    return kChannelDecay ? warp : launch.warps - 1 - warp;
+  }
+  /// Those of the loaded tokens' k and q, a vector per warp.
   __device__ __forceinline__ void scale_tokens(int count, bool to_vectors) const {
-    // The first or the last warps: the others have keys or products to prepare.
-    for (int c = kChannelDecay ? warp : launch.warps - 1 - warp; c < 2 * count; c += launch.warps) {
-      const Vector v = load_lane(raw_token(c));
-      float squares[1] = {sum_of_squares(v)};
-      const float unit = column_scale(c, team_sum<kWarpLanes>(squares, lane));
-      if (lane == 0) scale()[c] = unit;
-      if (to_vectors) store_scaled(v, unit, vector(c));
+    for (int c = first_column(); c < 2 * count; c += launch.warps) {
+      scale_token(c, load_lane(raw_token(c)), to_vectors);
     }
   }
 
@@ -411,12 +417,16 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
         const int index = t * key_dim() + n;
         const float raw = p.gate_is_f32 ? at<float>(launch.shared.raw_gates)[index]
                                         : widen(at<Act>(launch.shared.raw_gates)[index]);
-        const float bias = has_own_channel() ? own_bias : gate_parameters(n).bias;
-        const float decay = token_decay(raw, rate, bias);
-        if (append) ring_decay(live + t)[n] = decay;
-        token_channel_decay(t)[n] = decay;
+        prepare_channel(t, n, raw, rate, has_own_channel() ? own_bias : gate_parameters(n).bias,
+                        append);
       });
     }
+  }
+  __device__ __forceinline__ void prepare_channel(int t, int n, float raw, float rate, float bias,
+                                                  bool append) const {
+    const float decay = token_decay(raw, rate, bias);
+    if (append) ring_decay(live + t)[n] = decay;
+    token_channel_decay(t)[n] = decay;
   }
 
   __device__ __forceinline__ void append_keys() const {

@@ -127,9 +127,9 @@ class DeltaRuleRow : protected RowOfStep {
     const auto* bytes = static_cast<const unsigned char*>(data);
     return {bytes + index * (is_f32 ? 4 : static_cast<int>(sizeof(Act))), is_f32};
   }
-  __device__ __forceinline__ Raw raw_gate(std::int64_t t) const {
+  __device__ __forceinline__ Raw raw_gate(std::int64_t t, int channel = 0) const {
     return raw(p.gate, p.gate_is_f32,
-               (token_begin + t) * p.gate_token_stride + head * p.gate_head_stride);
+               (token_begin + t) * p.gate_token_stride + head * p.gate_head_stride + channel);
   }
   __device__ __forceinline__ Raw raw_beta(std::int64_t t) const {
     return raw(p.beta, p.beta_is_f32, (token_begin + t) * p.beta_token_stride + head);
