@@ -70,6 +70,35 @@ TEST(StepKernel, FewRowsAreDirectAndManyAreStreamed) {
   }
 }
 
+// Where chunks are single tokens there is a kernel for them, in full blocks.
+TEST(StepKernel, SingleTokensHaveADirectKernelOfTheirOwn) {
+  const auto variant = [](const DeltaRuleCudaParams& p, int warps = 0) {
+    const DeltaRuleTuning tuning{.kernel = StepKernel::kDirect, .warps = warps};
+    return choose_delta_rule_config(p, device_of(90), tuning).value().variant;
+  };
+  for (const bool channel_decay : {false, true}) {
+    EXPECT_EQ(variant(delta_rule_params(1, channel_decay, 1)), DeltaRuleVariant::kDirectSingle);
+    EXPECT_EQ(variant(delta_rule_params(1, channel_decay, 2)), DeltaRuleVariant::kDirect);
+    EXPECT_EQ(variant(delta_rule_params(1, channel_decay, 1), 2), DeltaRuleVariant::kDirect);
+    DeltaRuleCudaParams p = delta_rule_params(1, channel_decay, 1);
+    p.shape.value_dim = 16;  // two warps
+    EXPECT_EQ(variant(p), DeltaRuleVariant::kDirect);
+  }
+}
+
+// Sixteen warps of 128 registers are what a multiprocessor holds: shared memory leaves room for as
+// many, also with a decay per channel, which takes half as much again.
+TEST(StepKernel, SingleTokensFillAMultiprocessor) {
+  for (const bool channel_decay : {false, true}) {
+    for (const bool gate_is_f32 : {false, true}) {
+      DeltaRuleCudaParams p = delta_rule_params(256, channel_decay);
+      p.gate_is_f32 = gate_is_f32;
+      const DeltaRuleCudaConfig config = choose_delta_rule_config(p, device_of(90)).value();
+      EXPECT_EQ(config.blocks_per_multiprocessor * config.launch.warps, 16) << config.to_string();
+    }
+  }
+}
+
 TEST(StepKernel, PlainDecodingOfF32StatesIsDirectForAnyNumberOfRows) {
   Mamba2CudaParams m = mamba2_params(512);
   m.plain = true;

@@ -36,11 +36,7 @@ void plan_prepared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch& launch, 
   plan.raw_keys =
       plan.keys_replace_raw ? plan.keys : layout.take(window * p.shape.key_dim * act_bytes);
   plan.vectors = layout.take(2 * chunk * vector);
-  if (p.shape.channel_decay) {
-    plan.raw_gates = layout.take(chunk * p.shape.key_dim *
-                                 (p.gate_is_f32 ? 4 : static_cast<std::int64_t>(size_of(p.activation))));
-    plan.decays = layout.take(4 * (window + chunk) * p.shape.key_dim);
-  }
+  if (p.shape.channel_decay) plan.decays = layout.take(4 * (window + chunk) * p.shape.key_dim);
   plan.key_scale = layout.take(4 * window);
   plan.betas = static_cast<std::int32_t>(4 * (window + chunk));
 }
@@ -53,29 +49,34 @@ DeltaRuleShared plan_shared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch&
   const auto act_bytes = static_cast<std::int64_t>(size_of(p.activation));
   DeltaRuleShared plan;
   SharedLayout layout;
-  // A stage: a tile of the state, or what a replaying row reads of the copy.
+  // A stage: a tile of the state, or what a replaying row reads of the state or its copy.
   const std::int64_t tile =
       kDeltaRuleTileRows * p.shape.key_dim * static_cast<std::int64_t>(size_of(p.checkpoint));
-  plan.values = static_cast<std::int32_t>(
-      std::max(tile, launch.copy_tiles * staged_copy_bytes(p.copy.format, p.shape.key_dim)));
+  const bool has_copy = p.copy.format != ReadCopyFormat::kNone;
+  plan.values = static_cast<std::int32_t>(std::max(
+      tile,
+      launch.fill_tiles * (has_copy ? staged_copy_bytes(p.copy.format, p.shape.key_dim) : tile)));
   // 16 bytes more than the rows, so that lanes that read several records together do not share
   // banks; with a decay per channel the room is worth more.
-  plan.value_pitch = static_cast<std::int32_t>(launch.copy_tiles * kDeltaRuleTileRows +
+  plan.value_pitch = static_cast<std::int32_t>(launch.fill_tiles * kDeltaRuleTileRows +
                                                (p.shape.channel_decay ? 0 : 16 / act_bytes));
   plan.stage_bytes = static_cast<std::int32_t>(
       round_up_to(plan.values + window * plan.value_pitch * act_bytes, 128));
   layout.take(std::int64_t{launch.warps} * plan.stage_bytes);
-  // Decays of channels take much room; without a second one for keys a block more finds some.
+  // Without a second place for keys a block more finds room, beside decays of channels or stages of
+  // several tiles.
   const bool channels = p.shape.channel_decay;
-  plan.keys_replace_raw =
-      channels && !p.fast_flush && window <= std::int64_t{kDeltaRuleKeysOfWarp} * launch.warps;
+  plan.keys_replace_raw = (channels || launch.fill_tiles > 1) && !p.fast_flush &&
+                          window <= std::int64_t{kDeltaRuleKeysOfWarp} * launch.warps;
   plan_prepared(p, launch, chunk, layout, plan);
   plan.scale = layout.take(4 * columns);
   if (!channels) {
     // Groups of eight entries, those of the row's own tokens apart.
     plan.score_stride =
         static_cast<std::int32_t>(round_up_to(window, 8) + round_up_to(chunk, 8) + 4);
-    plan.scores = layout.take(4 * columns * plan.score_stride);
+    // Tentative rows have scores, committed ones vectors.
+    const std::int64_t bytes = 4 * columns * plan.score_stride;
+    plan.scores = bytes <= 2 * chunk * 4 * launch.vector_pitch ? plan.vectors : layout.take(bytes);
   }
   plan.weights = static_cast<std::int32_t>(round_up_to(2 * plan.betas, 16));
   plan.weight_stride = static_cast<std::int32_t>(round_up_to(window, 16) + 4);
@@ -129,6 +130,32 @@ void count_blocks(const DeltaRuleCudaParams& p, DeltaRuleCudaConfig& config) {
   config.blocks = p.row_count * p.shape.key_heads * config.blocks_per_key;
 }
 
+constexpr int kResident = kDeltaRuleResidentBlocks * kDeltaRuleMaxWarps;  // warps
+
+/// Plans shared memory for stages of as many tiles as the kernels allow, but two tiles of a state
+/// only where that costs no block and leaves a run several fills.
+void fill_stages(const DeltaRuleCudaParams& p, const CudaDeviceInfo& device,
+                 DeltaRuleCudaConfig& config) {
+  constexpr int kCopyTiles = 4;
+  DeltaRuleLaunch& launch = config.launch;
+  const auto plan = [&](int tiles) {
+    // A power of two: lanes are cut by it.
+    launch.fill_tiles = static_cast<std::int32_t>(
+        std::bit_floor(static_cast<unsigned>(std::min(tiles, launch.tiles))));
+    launch.shared = plan_shared(p, launch);
+    config.blocks_per_multiprocessor =
+        blocks_that_fit(device, launch.shared.bytes, launch.warps, kResident);
+    return config.blocks_per_multiprocessor;
+  };
+  if (p.copy.format != ReadCopyFormat::kNone) {
+    plan(kCopyTiles);
+  } else {
+    const int blocks = plan(1);
+    const bool may_have_two = size_of(p.checkpoint) == 2 && !p.shape.channel_decay;
+    if (may_have_two && launch.tiles >= 4 && plan(2) < blocks) plan(1);
+  }
+}
+
 bool has_direct_kernel(const DeltaRuleCudaParams& p) {
   return delta_rule_variant(p) != DeltaRuleVariant::kAny && p.copy.format == ReadCopyFormat::kNone;
 }
@@ -141,8 +168,7 @@ DeltaRuleCudaConfig direct_config(const DeltaRuleCudaParams& p, const CudaDevice
   const int warps = warps_that_divide(p.shape.value_dim / kDeltaRuleDirectRows,
                                       tuning.warps != 0 ? tuning.warps : kDeltaRuleDirectWarps);
   config.launch = cut_heads(p, kDeltaRuleDirectRows, 1, warps);
-  const bool single =
-      p.limits.draft_capacity == 1 && config.launch.warps == kDeltaRuleDirectWarps;
+  const bool single = p.limits.draft_capacity == 1 && config.launch.warps == kDeltaRuleDirectWarps;
   config.variant = single ? DeltaRuleVariant::kDirectSingle : DeltaRuleVariant::kDirect;
   count_blocks(p, config);
   config.launch.shared = plan_direct_shared(p, config.launch);
@@ -183,11 +209,11 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
     return unsupported(p.shape.key_heads, " key heads; a launch allows ", kMostInGrid);
   }
   if (has_direct_kernel(p)) {
-    const std::int64_t most_rows = p.shape.channel_decay ? 256 : 192;  // measured on an H200
+    constexpr std::int64_t kMostRows = 192;  // measured on an H200
     RSSM_ASSIGN_OR_RETURN(
         const bool is_direct,
         takes_direct_kernel(tuning.kernel, is_direct_for_any_rows(p.plain, p.checkpoint),
-                            p.shape.value_heads * p.shape.value_dim * p.row_count, most_rows,
+                            p.shape.value_heads * p.shape.value_dim * p.row_count, kMostRows,
                             device));
     if (is_direct) {
       const DeltaRuleCudaConfig direct = direct_config(p, device, tuning);
@@ -210,8 +236,6 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
       {2, 1, "long windows leave room for two warps"},
       {1, 1, "long windows leave room for one warp"},
   };
-  constexpr int kCopyTiles = 4;
-  constexpr int kResident = kDeltaRuleResidentBlocks * kDeltaRuleMaxWarps;
   const bool asked = tuning.warps != 0 || tuning.tiles != 0;
   std::int32_t least_bytes = std::numeric_limits<std::int32_t>::max();
   for (const Candidate& candidate : kCandidates) {
@@ -220,11 +244,6 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
     DeltaRuleLaunch& launch = config.launch;
     launch = cut_heads(p, kDeltaRuleTileRows, tuning.tiles != 0 ? tuning.tiles : candidate.tiles,
                        tuning.warps != 0 ? tuning.warps : candidate.warps);
-    if (p.copy.format != ReadCopyFormat::kNone) {
-      // A power of two: lanes are cut by it.
-      launch.copy_tiles = static_cast<std::int32_t>(
-          std::bit_floor(static_cast<unsigned>(std::min(kCopyTiles, launch.tiles))));
-    }
     count_blocks(p, config);
     if (!asked && candidate.tiles > 1) {
       const bool draft = config.variant == DeltaRuleVariant::kDraft;
@@ -237,10 +256,8 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
     }
     // Where a head has one decay, eight warps have little to share: smaller blocks end more evenly.
     if (!asked && candidate.tiles == 1 && candidate.warps == 8 && !p.shape.channel_decay) continue;
-    launch.shared = plan_shared(p, launch);
+    fill_stages(p, device, config);
     least_bytes = std::min(least_bytes, launch.shared.bytes);
-    config.blocks_per_multiprocessor =
-        blocks_that_fit(device, launch.shared.bytes, launch.warps, kResident);
     if (config.blocks_per_multiprocessor == 0) continue;
     config.reason = asked ? "as asked" : candidate.reason;
     suit_to_device(device, config);

@@ -66,21 +66,21 @@ inline constexpr int kDeltaRuleKeysOfWarp = 4;
 struct DeltaRuleShared {
   // Per warp: the tiles of a fill, then (window, rows of them) of values.
   std::int32_t stage_bytes = 0;
-  std::int32_t values = 0;       // within a stage
-  std::int32_t value_pitch = 0;  // from one record's to the next
-  std::int32_t raw_tokens = 0;   // (2 chunk, key_dim): k and q of tokens in turn
-  std::int32_t raw_keys = 0;     // (window, key_dim): k of live records
-  std::int32_t raw_gates = 0;    // decay per channel: (columns / 2, key_dim), 4 bytes per element
-  std::int32_t vectors = 0;      // (columns, key_dim) f32: raw tokens scaled, or times decays
-  std::int32_t keys = 0;         // (window, key_dim) f32: unit keys of records that are folded
+  std::int32_t values = 0;        // within a stage
+  std::int32_t value_pitch = 0;   // from one record's to the next
+  std::int32_t raw_tokens = 0;    // (2 chunk, key_dim): k and q of tokens in turn
+  std::int32_t raw_keys = 0;      // (window, key_dim): k of live records
+  std::int32_t vectors = 0;       // (columns, key_dim) f32: raw tokens scaled, or times decays
+  std::int32_t keys = 0;          // (window, key_dim) f32: unit keys of records that are folded
   bool keys_replace_raw = false;  // and lie where the raw ones do
-  std::int32_t decays = 0;       // decay per channel: (window + columns / 2, key_dim) f32
-  std::int32_t key_scale = 0;    // (window)
-  std::int32_t scale = 0;        // (columns)
-  std::int32_t scores = 0;       // one decay per head: (columns, entries); entries = window + T
+  std::int32_t decays = 0;        // decay per channel: (window + columns / 2, key_dim) f32
+  std::int32_t key_scale = 0;     // (window)
+  std::int32_t scale = 0;         // (columns)
+  std::int32_t scores = 0;        // one decay per head: (columns, entries); entries = window + T
   std::int32_t score_stride = 0;
-  // Per warp, or once where every channel has its own decay, of the head: decays, betas of entries; weights of the window's records (columns,
-  // weight_stride), of the row's own tokens (columns, columns / 2), of the checkpoint (columns).
+  // Per warp, or once where every channel has its own decay, of the head: decays, betas of entries;
+  // weights of the window's records (columns, weight_stride), of the row's own tokens (columns,
+  // columns / 2), of the checkpoint (columns).
   std::int32_t head = 0;
   std::int32_t head_bytes = 0;
   std::int32_t betas = 0;  // within it
@@ -95,7 +95,7 @@ struct DeltaRuleLaunch {
   DeltaRuleShared shared;
   std::int32_t warps = 8;
   std::int32_t tiles = 1;       // of a run
-  std::int32_t copy_tiles = 1;  // of a read copy that a stage holds, a power of two
+  std::int32_t fill_tiles = 1;  // of a replaying row that a stage holds, a power of two
   std::int32_t runs_per_head = 1;
   std::uint32_t head_of_run = 0;  // divides by the runs of a head (cuda/block_shape.h)
   std::int32_t runs_per_key = 1;  // of all value heads of a key head

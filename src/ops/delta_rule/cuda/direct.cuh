@@ -46,7 +46,8 @@ class DeltaRuleDirectKernel
   using typename Preparation::Vector;
 
   using Row = DeltaRuleRow<State, Act, kRows>;
-  using Row::folds_values, Row::gate_parameters, Row::is_first_of_key, Row::kind, Row::lane, Row::launch, Row::live;
+  using Row::folds_values, Row::gate_parameters, Row::is_first_of_key, Row::kind, Row::lane,
+      Row::launch, Row::live;
   using Row::output, Row::own, Row::p, Row::raw_gate, Row::read_row, Row::ring_delta;
   using Row::ring_k, Row::token_k, Row::token_q;
   using Row::ring_v, Row::state, Row::thread, Row::token_count, Row::token_v;

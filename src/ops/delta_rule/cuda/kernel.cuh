@@ -1,9 +1,9 @@
 // The delta rule's step on the GPU, both families: rows of every kind in one launch.
 //
 // A warp asks for its first tiles and, while they are on their way, its block prepares what its
-// warps share (preparation.cuh); then every warp goes through its run of tiles alone (config.h).
-// With the entries e of the window (live records, then the row's own tokens), w(e, t) the product
-// of the decays after e up to token t, and rows v of the state:
+// warps share (preparation.cuh, weights.cuh); then every warp goes through its run of tiles alone
+// (config.h). With the entries e of the window (live records, then the row's own tokens), w(e, t)
+// the product of the decays after e up to token t, and rows v of the state:
 //
 //   h_k[v, t] = w(-1, t) (S k_t)[v] + sum_e w(e, t) (k_e . k_t) d_e[v]      e before t
 //   h_q[v, t] = the same with q_t, and e = t too
@@ -32,34 +32,33 @@
 #include "ops/delta_rule/cuda/preparation.cuh"
 #include "ops/delta_rule/cuda/products.cuh"
 #include "ops/delta_rule/cuda/recurrence.cuh"
+#include "ops/delta_rule/cuda/weights.cuh"
 
 namespace replayssm::cuda {
 
 template <typename State, typename Act, bool kChannelDecay, DeltaRuleVariant kVariant,
           ReadCopyFormat kCopy>
 class DeltaRuleStepKernel
-    : private DeltaRulePreparation<State, Act, kChannelDecay, kVariant>,
+    : private DeltaRuleWeights<State, Act, kChannelDecay, kVariant>,
       private DeltaRuleRecurrence<State, delta_rule_key_dim(kVariant),
                                   kVariant == DeltaRuleVariant::kAny, kChannelDecay>,
       private DeltaRuleProducts<State, Act, std::conditional_t<kChannelDecay, float, Act>,
                                 delta_rule_key_dim(kVariant), kVariant == DeltaRuleVariant::kAny,
                                 delta_rule_column_blocks(kVariant)> {
+  using Weights = DeltaRuleWeights<State, Act, kChannelDecay, kVariant>;
+  using Weights::finish_weights, Weights::own_weights, Weights::share_weights;
+  using Weights::state_weights, Weights::weights;
+
   using Preparation = DeltaRulePreparation<State, Act, kChannelDecay, kVariant>;
   using Preparation::act_pitch, Preparation::append_key_scales, Preparation::append_keys;
-  using Preparation::betas;
-  using Preparation::block_threads, Preparation::prepare_channel_weights;
-  using Preparation::decays, Preparation::folded_records, Preparation::kActPerChunk,
-      Preparation::kBlocks, Preparation::key;
-  using Preparation::init_records_barrier, Preparation::key_dim, Preparation::kKeyDim,
-      Preparation::kMasked, Preparation::kMaxTokens;
-  using Preparation::load_own_channel, Preparation::load_token_gates;
-  using Preparation::load_records, Preparation::load_tokens, Preparation::own_weights;
-  using Preparation::prepare_channels, Preparation::prepare_fold, Preparation::prepare_scores;
-  using Preparation::prepare_token_gates, Preparation::prepare_weights, Preparation::raw_token;
-  using Preparation::scale, Preparation::scale_tokens, Preparation::shared;
-  using Preparation::state_weights, Preparation::token_channel_decay;
+  using Preparation::betas, Preparation::block_threads, Preparation::decays;
+  using Preparation::folded_records, Preparation::init_records_barrier, Preparation::kActPerChunk;
+  using Preparation::kBlocks, Preparation::key_dim, Preparation::kKeyDim, Preparation::kMasked;
+  using Preparation::kMaxTokens, Preparation::load_own_channel, Preparation::load_records;
+  using Preparation::load_token_gates, Preparation::load_tokens, Preparation::prepare_channels;
+  using Preparation::prepare_fold, Preparation::prepare_token_gates, Preparation::raw_token;
+  using Preparation::scale_tokens, Preparation::shared, Preparation::token_channel_decay;
   using Preparation::vector, Preparation::vector_pitch, Preparation::wait_for_records;
-  using Preparation::weights;
   using typename Preparation::GateParameters;
 
   using Row = DeltaRuleRow<State, Act>;
@@ -89,6 +88,8 @@ class DeltaRuleStepKernel
   using Copy = ReadCopyTiles<kCopy>;
 
   static constexpr int kRecordChunks = kDeltaRuleTileRows / kActPerChunk;  // of 16 bytes
+  // Whether the stage of a replaying row may hold several tiles.
+  static constexpr bool kFillsSeveral = kHasCopy || (sizeof(State) == 2 && !kChannelDecay);
 
   // One token on an fp32 state is multiplied without tensor cores.
   static constexpr bool kScalar =
@@ -125,7 +126,7 @@ class DeltaRuleStepKernel
   __device__ __forceinline__ DeltaRuleStepKernel(const DeltaRuleCudaParams& params,
                                                  const DeltaRuleLaunch& shape,
                                                  unsigned char* shared_memory)
-      : Preparation(params, shape, shared_memory),
+      : Weights(params, shape, shared_memory),
         Recurrence(Row::lane, kMasked ? static_cast<int>(params.shape.key_dim) : kKeyDim),
         Products(Row::lane) {}
 
@@ -150,7 +151,9 @@ class DeltaRuleStepKernel
     return kHasCopy && kind == PlannedRow::kReplay;
   }
   /// Tiles that a stage holds.
-  __device__ __forceinline__ int fill_tiles() const { return reads_copy() ? launch.copy_tiles : 1; }
+  __device__ __forceinline__ int fill_tiles() const {
+    return kFillsSeveral && kind == PlannedRow::kReplay ? launch.fill_tiles : 1;
+  }
 
   __device__ __forceinline__ void init_barriers() const {
     if (lane == 0) {
@@ -171,8 +174,8 @@ class DeltaRuleStepKernel
       if (reads_copy()) {
         Copy::load(copy_in_memory(tile), copy_in_stage(0), key_dim(), tiles, bar, lane);
       } else {
-        const int elements = kDeltaRuleTileRows * key_dim();
-        const State* from = state() + tile * elements;
+        const State* from = state() + tile * kDeltaRuleTileRows * key_dim();
+        const int elements = tiles * kDeltaRuleTileRows * key_dim();
         if (ptx::kHasBulkCopy) {
           if (lane == 0) {
             const auto bytes = static_cast<std::uint32_t>(elements * sizeof(State));
@@ -221,7 +224,7 @@ class DeltaRuleStepKernel
   }
   /// Tile i of a fill.
   __device__ __forceinline__ CopyTile copy_in_stage(int i) const {
-    return Copy::in_stage(stage(), key_dim(), i, launch.copy_tiles);
+    return Copy::in_stage(stage(), key_dim(), i, launch.fill_tiles);
   }
   /// Writes the read copy of a staged tile that has changed, to memory and over the tile.
   __device__ __forceinline__ CopyTile encode_copy(int tile) const {
@@ -322,17 +325,10 @@ class DeltaRuleStepKernel
     wait_for_records();
     if constexpr (kFlush) prepare_fold();
     if (is_first_of_key()) append_keys();
-    if constexpr (kChannelDecay) {
-      prepare_channel_weights(records);
-    } else {
-      scale_tokens(own, false);
-      if (own > 0) prepare_scores(records);
-    }
+    share_weights(records);
     __syncthreads();
     append_key_scales();
-    if constexpr (!kChannelDecay) {
-      if (own > 0) prepare_weights(records);
-    }
+    finish_weights(records);
     // From here on warps go their own ways.
     if constexpr (kFlush) {
       tiles_of_flush(values);
@@ -353,7 +349,7 @@ class DeltaRuleStepKernel
         const Values mine = values;
         values = load_values(tile + 1);
         Sums sums;
-        const int i = kHasCopy ? tile - first : 0;
+        const int i = kFillsSeveral ? tile - first : 0;
         add_up_tile(i, copy_in_stage(i), live, !zero, common, sums);
         if (tile + 1 == next) refill(next);  // while its outputs are finished
         solve(tile, mine, common, sums);
@@ -390,11 +386,12 @@ class DeltaRuleStepKernel
         state_columns() + 8 * b * column_pitch(), column_pitch(), key_dim(), lane);
   }
 
-  /// S k and S q.
-  __device__ __forceinline__ void multiply_tile(const CopyTile& copy, int blocks,
+  /// S k and S q of staged tile i, or of the copy.
+  __device__ __forceinline__ void multiply_tile(int i, const CopyTile& copy, int blocks,
                                                 const Common& common, Sums& sums) const {
+    const State* tile = staged_state() + i * kDeltaRuleTileRows * key_dim();
     if constexpr (kScalar) {
-      this->multiply_staged(staged_state(), common.scalar.k, common.scalar.q, sums[0]);
+      this->multiply_staged(tile, common.scalar.k, common.scalar.q, sums[0]);
     } else if constexpr (kHasCopy) {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
@@ -407,11 +404,11 @@ class DeltaRuleStepKernel
       }
     } else if constexpr (kKeepColumns) {
       multiply_state(
-          staged_state(), key_dim(), blocks,
+          tile, key_dim(), blocks,
           [&](int, int s) -> const ColumnPart& { return common.columns[s]; }, sums);
     } else {
       multiply_state(
-          staged_state(), key_dim(), blocks,
+          tile, key_dim(), blocks,
           [&](int b, int s) {
             return column_part(state_columns(), column_pitch(), key_dim(), b, s);
           },
@@ -419,14 +416,14 @@ class DeltaRuleStepKernel
     }
   }
 
-  /// Sums over the checkpoint and the records, for staged tile i (of the copy).
+  /// Sums over the checkpoint and the records, for staged tile i, of which `copy` is the copy.
   __device__ __forceinline__ void add_up_tile(int i, const CopyTile& copy, int records,
                                               bool has_state, const Common& common,
                                               Sums& sums) const {
     const int blocks = (own + 3) / 4;
     clear(sums);
     if (has_state) {
-      multiply_tile(copy, blocks, common, sums);
+      multiply_tile(i, copy, blocks, common, sums);
       if constexpr (!kChannelDecay) weigh_state(common, sums);
     }
     multiply_window(staged_values() + i * kDeltaRuleTileRows, launch.shared.value_pitch, records,

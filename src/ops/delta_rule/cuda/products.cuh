@@ -28,6 +28,9 @@ class DeltaRuleProducts {
   static constexpr int kOwn = 16 / static_cast<int>(sizeof(State));
   static constexpr int kSegments = kKeyDim / (4 * kOwn);
   static constexpr int kUnroll = kMasked ? 1 : kSegments;  // the general kernel is large enough
+  // Chains of products, each with one for the rest: columns that are read for every tile leave
+  // room.
+  static constexpr int kChains = kBlocks == 1 && !kExactColumns ? 2 : 1;
   static constexpr bool kBf16State = std::is_same_v<State, BF16>;
   // bf16 terms of a column that a bf16 state is multiplied with.
   static constexpr int kColumnTerms = kExactColumns ? 1 : sizeof(Act) == 4 ? 3 : 2;
@@ -80,8 +83,10 @@ class DeltaRuleProducts {
                                                  PartOf part_of, Sums& sums) const {
     const State* low = tile + g * key_dim + q * kOwn;
     const State* high = low + 8 * key_dim;
-    Sums rest;  // of the low terms, in chains of their own
-    clear(rest);
+    // A product waits for the one before it in its chain: there are several, one of them `sums`.
+    Sums chain[2 * kChains - 1];
+#pragma unroll
+    for (Sums& c : chain) clear(c);
 #pragma unroll kUnroll
     for (int s = 0; s < kSegments; ++s) {
       if (kMasked && 4 * kOwn * s >= key_dim) break;
@@ -95,17 +100,22 @@ class DeltaRuleProducts {
       for (int b = 0; b < kBlocks; ++b) {
         if (kBlocks > 1 && b >= blocks) break;
         const ColumnPart& part = part_of(b, s);
+        float(&main)[4] = s % kChains == 0 ? sums[b] : chain[2 * kChains - 2][b];
+        float(&rest)[4] = chain[s % kChains][b];
         if constexpr (kBf16State) {
-          multiply_bf16(s0, s1, part, sums[b], rest[b]);
+          multiply_bf16(s0, s1, part, main, rest);
         } else {
-          multiply_tf32(s0, s1, part, sums[b], rest[b]);
+          multiply_tf32(s0, s1, part, main, rest);
         }
       }
     }
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
+    for (const Sums& c : chain) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sums[b][i] += rest[b][i];
+      for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[b][i] += c[b][i];
+      }
     }
   }
 
