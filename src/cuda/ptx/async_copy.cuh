@@ -132,4 +132,11 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, std:
 #endif
 }
 
+/// Asks for `bytes` (a multiple of 16) to be brought to L2.
+__device__ __forceinline__ void prefetch_bulk(const void* global, std::uint32_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+#endif
+}
+
 }  // namespace replayssm::cuda::ptx

@@ -46,6 +46,7 @@ struct Mamba2Launch {
   std::int32_t state_stages = 2;  // of a committed row
   std::int32_t fold_stages = 1;   // of a row that folds
   std::int32_t copy_tiles = 1;    // of a read copy, to a stage
+  bool prefetches = false;        // into L2: the tile that a stage will be asked for next
   std::int32_t tiles_per_run = 16;
   std::int32_t fold_tiles_per_run = 16;  // of a row that flushes
   std::int32_t tiles_per_head = 4;

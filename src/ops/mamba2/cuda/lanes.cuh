@@ -3,7 +3,6 @@
 
 #include <cstdint>
 
-#include "cuda/ptx/select.cuh"
 #include "cuda/vector.cuh"
 #include "ops/mamba2/cuda/config.h"
 #include "ops/mamba2/cuda/row.cuh"

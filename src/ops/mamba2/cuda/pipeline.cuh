@@ -23,6 +23,7 @@ class Mamba2Pipeline : protected Mamba2Row<State, Act, kStateSize> {
 
   static constexpr bool kHasCopy = kCopy != ReadCopyFormat::kNone;
   using Copy = Mamba2CopyTiles<kCopy, kStateSize>;
+  static constexpr bool kMayPrefetch = sizeof(State) == 4 && !kHasCopy;
   static constexpr int kTileBytes = kTileRows * kStateSize * static_cast<int>(sizeof(State));
   static constexpr int kActPerChunk = 16 / static_cast<int>(sizeof(Act));
   static constexpr int kXChunks = kTileRows / kActPerChunk;  // 16-byte chunks of a tile's x
@@ -139,6 +140,9 @@ class Mamba2Pipeline : protected Mamba2Row<State, Act, kStateSize> {
         } else {
           ptx::mbarrier_arrive_expect(stage.barrier, kTileBytes);
           ptx::bulk_copy(stage.at, state_ahead, kTileBytes, stage.barrier, ptx::kEvictFirst);
+          if (kMayPrefetch && launch.prefetches && tiles > stages) {
+            ptx::prefetch_bulk(state_ahead + stages * kTileRows * kStateSize, kTileBytes);
+          }
         }
       }
     } else {

@@ -72,4 +72,6 @@ inline void bulk_copy(void* shared, const void* global, std::uint32_t bytes, std
   barrier.announced_bytes += bytes;
 }
 
+inline void prefetch_bulk(const void*, std::uint32_t) {}
+
 }  // namespace replayssm::cuda::ptx
