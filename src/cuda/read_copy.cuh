@@ -98,16 +98,16 @@ class ReadCopyTiles {
     static constexpr int kSegments = (kWidth + kSegment - 1) / kSegment;
     std::uint32_t pairs[kSegments][kTerms][kPairs];
   };
-  /// vectors: eight of them, `pitch` elements apart.
+  /// `column`: that of the lane's eighth of the warp.
   template <int kWidth, int kTerms, typename T>
-  static __device__ __forceinline__ Columns<kWidth, kTerms> columns(const T* vectors, int pitch,
-                                                                    int width, int lane) {
+  static __device__ __forceinline__ Columns<kWidth, kTerms> columns(const T* column, int width,
+                                                                    int lane) {
     Columns<kWidth, kTerms> out;
 #pragma unroll
     for (int s = 0; s < Columns<kWidth, kTerms>::kSegments; ++s) {
       const int n = s * kSegment + kBlock * (lane % 4);
       Packed<T, kBlock> c{};
-      if (n < width) c = load_packed<T, kBlock>(vectors + lane / 4 * pitch + n);
+      if (n < width) c = load_packed<T, kBlock>(column + n);
       std::uint32_t terms[kTerms][kPairs];
       bf16_terms(c, terms);
 #pragma unroll

@@ -8,10 +8,14 @@ namespace replayssm::cuda {
 namespace {
 
 std::atomic<StepKernel> forced{StepKernel::kAuto};
+std::atomic<int> forced_tiles{0};
 
 }  // namespace
 
 void force_step_kernel(StepKernel kernel) { forced = kernel; }
+
+void force_run_tiles(int tiles) { forced_tiles = tiles; }
+int forced_run_tiles() { return forced_tiles; }
 
 Result<StepKernel> requested_step_kernel() {
   const char* requested = std::getenv("REPLAYSSM_CUDA_STEP");

@@ -23,6 +23,11 @@ Result<StepKernel> requested_step_kernel();
 /// For tests.
 void force_step_kernel(StepKernel kernel);
 
+/// Tiles of a run of the delta rule's streamed kernel where its tuning does not say, for tests:
+/// runs of several tiles are chosen for many rows. 0: as chosen.
+void force_run_tiles(int tiles);
+int forced_run_tiles();
+
 /// Whether the direct kernel is the faster one for any number of rows: plain decoding of f32 states
 /// prepares next to nothing for many rows to share, and writes what it has in registers. With
 /// two-byte states it has too much to convert.

@@ -46,6 +46,7 @@ __device__ __forceinline__ void halve_to_one(float (&sum)[kCount], int lane) {
 /// number i / (kLanes / kCount). n sums take n - 1 + log2(lanes / n) exchanges.
 template <int kLanes, int kCount>
 __device__ __forceinline__ float team_sum(float (&sum)[kCount], int lane) {
+  static_assert((kCount & (kCount - 1)) == 0 && kCount <= kLanes);
   halve_to_one<kCount / 2, kLanes / 2>(sum, lane);
   float total = sum[0];
 #pragma unroll

@@ -84,6 +84,22 @@ std::vector<DeltaCase> cuda_cases() {
   return cases;
 }
 
+using cuda::force_step_kernel, cuda::StepKernel;
+
+/// Steps take one kernel or the other by the throw of a coin.
+class AnyKernel {
+ public:
+  ~AnyKernel() { force_step_kernel(StepKernel::kAuto); }
+  void throw_coin() {
+    force_step_kernel(rng_.chance(0.5) ? StepKernel::kStreamed : StepKernel::kDirect);
+    runs_.choose();
+  }
+
+ private:
+  Rng rng_{17};
+  AnyRuns runs_;
+};
+
 void expect_no_device_error(StatePool& pool) {
   EXPECT_TRUE(is_ok(to_status(pool.take_device_error(kCuda).value())));
 }
@@ -100,7 +116,9 @@ TEST_P(DeltaCudaTable, MatchesOracle) {
     ASSERT_TRUE(is_ok(pool.reset(kCuda, slot)));
   }
   DeltaCudaRunner runner(model, pool);
+  AnyRuns runs;
   for (const PlannedStep& step : random_plan(model, 11)) {
+    runs.choose();
     for (const std::int32_t slot : step.restarted) ASSERT_TRUE(is_ok(pool.reset(kCuda, slot)));
     for (const std::int32_t slot : step.forced) ASSERT_TRUE(is_ok(pool.force_flush(kCuda, slot)));
     const StepOutput output = runner.step(step.rows);
@@ -152,20 +170,6 @@ TEST_P(DeltaCuda, CommittedRowIsBitEqualToItsTokens) {
     }
   }
 }
-
-using cuda::force_step_kernel, cuda::StepKernel;
-
-/// Steps take one kernel or the other by the throw of a coin.
-class AnyKernel {
- public:
-  ~AnyKernel() { force_step_kernel(StepKernel::kAuto); }
-  void throw_coin() {
-    force_step_kernel(rng_.chance(0.5) ? StepKernel::kStreamed : StepKernel::kDirect);
-  }
-
- private:
-  Rng rng_{17};
-};
 
 // C04: with an f32 checkpoint, what flushes store is plain decoding's state, bit for bit, whichever
 // of its kernels a step takes.

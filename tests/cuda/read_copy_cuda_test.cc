@@ -137,6 +137,7 @@ void expect_outputs_read_the_copy_on_cuda(const Model& model) {
     }
   };
   Rng rng(33);
+  AnyRuns runs;
   TokenId token = 1;
   int flushes = 0;
   const int steps = 32 + 4 * c.limits.window / c.limits.draft_capacity;
@@ -155,6 +156,7 @@ void expect_outputs_read_the_copy_on_cuda(const Model& model) {
         padding(1), is_committed ? committed(1, tokens) : tentative(1, tokens, accepted)};
     const Cursor before = pool.cursor(1).value();
     const std::string where = "step " + std::to_string(step);
+    runs.choose();
     const StepOutput output = runner.step(rows);
     const StepOutput twin_output = twin_runner.step(rows);
     const OracleOutput want = exact.run(tokens, static_cast<std::size_t>(accepted));

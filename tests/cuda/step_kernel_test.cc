@@ -131,6 +131,19 @@ TEST(StepKernel, ExplanationsNameBothKernels) {
   }
 }
 
+TEST(StepKernel, SingleTokensOfManyRowsPrefetchTheirStates) {
+  const auto prefetches = [](std::int64_t rows, int drafts, DType checkpoint) {
+    Mamba2CudaParams p = mamba2_params(rows, drafts);
+    p.checkpoint = checkpoint;
+    p.state_head_stride = p.head_dim * p.state_size;
+    return choose_mamba2_config(p, device_of(90)).value().launch.prefetches;
+  };
+  EXPECT_TRUE(prefetches(256, 1, DType::kF32));
+  EXPECT_FALSE(prefetches(64, 1, DType::kF32));
+  EXPECT_FALSE(prefetches(256, 4, DType::kF32));
+  EXPECT_FALSE(prefetches(256, 1, DType::kBF16));
+}
+
 // Warps that a key head's runs do not fill are left out, not left idle.
 TEST(StepKernel, BlocksShareTheRunsOfAKeyHeadEvenly) {
   for (const std::int64_t value_heads : {16, 32, 48, 64, 80, 128}) {

@@ -3,10 +3,24 @@
 
 #include <algorithm>
 
+#include "cuda/step_kernel.h"
 #include "support/cuda_runner.h"
 #include "support/delta_rule_harness.h"
 
 namespace replayssm::testing {
+
+/// Runs of the streamed kernel are of any length: by itself it chooses long ones for many rows.
+class AnyRuns {
+ public:
+  ~AnyRuns() { cuda::force_run_tiles(0); }
+  void choose() {
+    constexpr int kTiles[] = {0, 2, 4, 8};
+    cuda::force_run_tiles(kTiles[rng_.between(0, 3)]);
+  }
+
+ private:
+  Rng rng_{19};
+};
 
 class DeltaCudaRunner : public CudaRunnerOf<DeltaRunner> {
  public:

@@ -25,7 +25,7 @@ class SharedLayout {
 };
 
 /// What both kernels prepare of keys, tokens and gates: the window's, and those of `chunk` tokens.
-/// plan.keys_replace_raw is set.
+/// plan.keys_replace_raw says where unit keys lie.
 void plan_prepared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch& launch, std::int64_t chunk,
                    SharedLayout& layout, DeltaRuleShared& plan) {
   const std::int64_t window = p.limits.window;
@@ -152,7 +152,7 @@ void fill_stages(const DeltaRuleCudaParams& p, const CudaDeviceInfo& device,
   } else {
     const int blocks = plan(1);
     const bool may_have_two = size_of(p.checkpoint) == 2 && !p.shape.channel_decay;
-    if (may_have_two && launch.tiles >= 4 && plan(2) < blocks) plan(1);
+    if (may_have_two && launch.tiles >= 4 && blocks > 0 && plan(2) < blocks) plan(1);
   }
 }
 
@@ -205,6 +205,7 @@ std::string DeltaRuleCudaConfig::to_string() const {
 Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& p,
                                                      const CudaDeviceInfo& device,
                                                      const DeltaRuleTuning& tuning) {
+  const int tiles = tuning.tiles != 0 ? tuning.tiles : forced_run_tiles();
   if (p.shape.key_heads > kMostInGrid) {
     return unsupported(p.shape.key_heads, " key heads; a launch allows ", kMostInGrid);
   }
@@ -236,13 +237,13 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
       {2, 1, "long windows leave room for two warps"},
       {1, 1, "long windows leave room for one warp"},
   };
-  const bool asked = tuning.warps != 0 || tuning.tiles != 0;
+  const bool asked = tuning.warps != 0 || tiles != 0;
   std::int32_t least_bytes = std::numeric_limits<std::int32_t>::max();
   for (const Candidate& candidate : kCandidates) {
     DeltaRuleCudaConfig config;
     config.variant = delta_rule_variant(p);
     DeltaRuleLaunch& launch = config.launch;
-    launch = cut_heads(p, kDeltaRuleTileRows, tuning.tiles != 0 ? tuning.tiles : candidate.tiles,
+    launch = cut_heads(p, kDeltaRuleTileRows, tiles != 0 ? tiles : candidate.tiles,
                        tuning.warps != 0 ? tuning.warps : candidate.warps);
     count_blocks(p, config);
     if (!asked && candidate.tiles > 1) {

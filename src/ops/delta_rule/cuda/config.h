@@ -22,7 +22,7 @@ inline constexpr int kDeltaRuleMaxWarps = 8;
 inline constexpr int kDeltaRuleResidentBlocks = 2;
 inline constexpr int kDeltaRuleTileRows = 16;
 inline constexpr int kDeltaRuleDirectRows = 8;   // of a warp of the direct kernel
-inline constexpr int kDeltaRuleDirectWarps = 4;  // of its blocks, at most
+inline constexpr int kDeltaRuleDirectWarps = 4;  // of its blocks, unless asked otherwise
 
 /// The kernels there are for a pair of types and a kind of decay.
 enum class DeltaRuleVariant {
@@ -70,17 +70,20 @@ struct DeltaRuleShared {
   std::int32_t value_pitch = 0;   // from one record's to the next
   std::int32_t raw_tokens = 0;    // (2 chunk, key_dim): k and q of tokens in turn
   std::int32_t raw_keys = 0;      // (window, key_dim): k of live records
-  std::int32_t vectors = 0;       // (columns, key_dim) f32: raw tokens scaled, or times decays
+  std::int32_t vectors = 0;       // (2 chunk, key_dim) f32: raw tokens scaled, or times decays
   std::int32_t keys = 0;          // (window, key_dim) f32: unit keys of records that are folded
-  bool keys_replace_raw = false;  // and lie where the raw ones do
-  std::int32_t decays = 0;        // decay per channel: (window + columns / 2, key_dim) f32
-  std::int32_t key_scale = 0;     // (window)
-  std::int32_t scale = 0;         // (columns)
-  std::int32_t scores = 0;        // one decay per head: (columns, entries); entries = window + T
+  bool keys_replace_raw = false;  // whether they lie where the raw ones do
+  // Decay per channel: (window + chunk, key_dim) f32. Raw gates of tokens lie at the end of theirs
+  // first.
+  std::int32_t decays = 0;
+  std::int32_t key_scale = 0;  // (window)
+  std::int32_t scale = 0;      // (columns)
+  // Decay per head: (columns, entries), entries = window + chunk; maybe where `vectors` are.
+  std::int32_t scores = 0;
   std::int32_t score_stride = 0;
-  // Per warp, or once where every channel has its own decay, of the head: decays, betas of entries;
-  // weights of the window's records (columns, weight_stride), of the row's own tokens (columns,
-  // columns / 2), of the checkpoint (columns).
+  // Per warp, or once where its warps have one head, of the head: decays, betas of entries; weights
+  // of the window's records (columns, weight_stride), of the row's own tokens (columns, chunk), of
+  // the checkpoint (columns).
   std::int32_t head = 0;
   std::int32_t head_bytes = 0;
   std::int32_t betas = 0;  // within it

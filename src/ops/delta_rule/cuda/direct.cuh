@@ -9,6 +9,9 @@
 // and the recurrence: nearly as short as plain decoding's. It takes more instructions than
 // kernel.cuh, which is why steps of many rows go there, but for plain decoding of f32 states.
 //
+// In pools without drafts (kDirectSingle) a token goes straight to registers: what is prepared of
+// it is ready when the state arrives, and rows without records have one barrier.
+//
 // Live records of a row that only replays are added up from their deltas, as fast flushes do; exact
 // flushes and committed rows re-run the recurrence. Checkpoints are the same bits as kernel.cuh's;
 // outputs of tentative rows are rounded elsewhere.
@@ -30,7 +33,7 @@ class DeltaRuleDirectKernel
     : private DeltaRulePreparation<State, Act, kChannelDecay, kVariant, kDeltaRuleDirectRows>,
       private DeltaRuleRecurrence<State, delta_rule_key_dim(kVariant), false, kChannelDecay,
                                   kDeltaRuleDirectRows / 4> {
-  static constexpr bool kSingle = kVariant == DeltaRuleVariant::kDirectSingle;
+  static constexpr bool kSingleTokens = kVariant == DeltaRuleVariant::kDirectSingle;
   static constexpr int kRows = kDeltaRuleDirectRows;
 
   using Preparation = DeltaRulePreparation<State, Act, kChannelDecay, kVariant, kRows>;
@@ -91,10 +94,10 @@ class DeltaRuleDirectKernel
 
   /// Tokens prepared together: the record ring's drafts.
   __device__ __forceinline__ int chunk() const {
-    return kSingle ? 1 : static_cast<int>(p.limits.draft_capacity);
+    return kSingleTokens ? 1 : static_cast<int>(p.limits.draft_capacity);
   }
   __device__ __forceinline__ int chunk_length(std::int64_t first) const {
-    return kSingle ? 1 : static_cast<int>(min(token_count - first, std::int64_t{chunk()}));
+    return kSingleTokens ? 1 : static_cast<int>(min(token_count - first, std::int64_t{chunk()}));
   }
 
   __device__ __forceinline__ void load_values() const {
@@ -105,7 +108,13 @@ class DeltaRuleDirectKernel
                          ring + value_offset(i / kRowChunks) + offset);
     }
   }
-  /// Raw operands of a chunk: what goes to registers of it.
+  __device__ __forceinline__ void load_token_values(std::int64_t first, int count) const {
+    if (lane >= count * kRowChunks) return;
+    const int offset = lane % kRowChunks * kActPerChunk;
+    ptx::copy_async_16(values(live + lane / kRowChunks) + offset,
+                       token_v(first + lane / kRowChunks) + offset);
+  }
+  /// What goes to registers of a chunk.
   struct Gates {
     TokenGates token;
     float rate, bias;  // where every channel has its own decay
@@ -113,15 +122,11 @@ class DeltaRuleDirectKernel
   __device__ __forceinline__ Gates load_chunk(std::int64_t first) const {
     const int count = chunk_length(first);
     load_tokens(first, count);
-    if (lane < count * kRowChunks) {
-      const int offset = lane % kRowChunks * kActPerChunk;
-      ptx::copy_async_16(values(live + lane / kRowChunks) + offset,
-                         token_v(first + lane / kRowChunks) + offset);
-    }
+    load_token_values(first, count);
     const TokenGates token = load_token_gates(first, count);
     if constexpr (!kChannelDecay) return {token, 0.0f, 0.0f};
     const GateParameters channel = load_own_channel();
-    return {token, exp_f32(channel.a_log), channel.bias};
+    return {token, channel.rate(), channel.bias};
   }
 
   /// What the loaded tokens first.. have in common for all rows.
@@ -134,11 +139,10 @@ class DeltaRuleDirectKernel
     if (append) append_keys();
   }
 
-  /// Where chunks are single tokens they go straight to registers, so that what is prepared of one
-  /// is ready before the state arrives, and rows without records have one barrier.
+  /// A chunk of one token.
   struct SingleToken {
     Packed<Act, kPerLane> vector;  // k or q, of the warps that scale one
-    TokenGates token;
+    TokenGates gates;
     GateParameters channel;
     float gate;  // of the thread's channel
   };
@@ -154,11 +158,8 @@ class DeltaRuleDirectKernel
       out.gate = *raw_gate(t, thread);
       out.channel = gate_parameters(thread);
     }
-    out.token = load_token_gates(t, 1);
-    if (lane < kRowChunks) {
-      const int offset = lane * kActPerChunk;
-      ptx::copy_async_16(values(live) + offset, token_v(t) + offset);
-    }
+    out.gates = load_token_gates(t, 1);
+    load_token_values(t, 1);
     return out;
   }
   __device__ __forceinline__ void prepare_token(std::int64_t t, const SingleToken& loaded) const {
@@ -172,10 +173,9 @@ class DeltaRuleDirectKernel
       scale_token(c, raw, true);
       if (c == 0 && append) store_packed(ring_k(live) + lane * kPerLane, loaded.vector);
     }
-    prepare_token_gates(loaded.token, t, 1, own > 0);
+    prepare_token_gates(loaded.gates, t, 1, own > 0);
     if constexpr (kChannelDecay) {
-      prepare_channel(0, thread, loaded.gate, exp_f32(loaded.channel.a_log), loaded.channel.bias,
-                      append);
+      prepare_channel(0, thread, loaded.gate, loaded.channel.rate(), loaded.channel.bias, append);
     }
   }
 
@@ -187,7 +187,7 @@ class DeltaRuleDirectKernel
       load_values();
       load_records();
     };
-    if constexpr (kSingle) {
+    if constexpr (kSingleTokens) {
       // First what takes longest from its arrival on: gates of channels, or the state.
       SingleToken token;
       if constexpr (kChannelDecay) token = load_token(0);
@@ -212,7 +212,7 @@ class DeltaRuleDirectKernel
   /// The same for a chunk behind the first one.
   __device__ __forceinline__ void bring_chunk(std::int64_t first) const {
     __syncthreads();  // the chunk before is done with
-    if constexpr (kSingle) {
+    if constexpr (kSingleTokens) {
       prepare_token(first, load_token(first));
       ptx::copy_async_wait_all();
     } else {

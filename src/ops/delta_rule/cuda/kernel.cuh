@@ -51,20 +51,21 @@ class DeltaRuleStepKernel
 
   using Preparation = DeltaRulePreparation<State, Act, kChannelDecay, kVariant>;
   using Preparation::act_pitch, Preparation::append_key_scales, Preparation::append_keys;
-  using Preparation::betas, Preparation::block_threads, Preparation::decays;
+  using Preparation::betas, Preparation::decays;
   using Preparation::folded_records, Preparation::init_records_barrier, Preparation::kActPerChunk;
   using Preparation::kBlocks, Preparation::key_dim, Preparation::kKeyDim, Preparation::kMasked;
   using Preparation::kMaxTokens, Preparation::load_own_channel, Preparation::load_records;
   using Preparation::load_token_gates, Preparation::load_tokens, Preparation::prepare_channels;
   using Preparation::prepare_fold, Preparation::prepare_token_gates, Preparation::raw_token;
   using Preparation::scale_tokens, Preparation::shared, Preparation::token_channel_decay;
+  using Preparation::token_row;
   using Preparation::vector, Preparation::vector_pitch, Preparation::wait_for_records;
   using typename Preparation::GateParameters;
 
   using Row = DeltaRuleRow<State, Act>;
   using Row::first_row, Row::folds_values, Row::head, Row::is_first_of_key, Row::isolate;
   using Row::kind, Row::lane, Row::launch, Row::live, Row::output, Row::own, Row::p, Row::read_row;
-  using Row::ring_delta, Row::ring_k_scale, Row::ring_v, Row::slot, Row::state, Row::thread;
+  using Row::ring_delta, Row::ring_v, Row::slot, Row::state;
   using Row::tile_count, Row::token_count, Row::token_v, Row::value_offset, Row::warp, Row::zero;
   using Row::zero_outputs;
 
@@ -262,6 +263,10 @@ class DeltaRuleStepKernel
   __device__ __forceinline__ int column_pitch() const {
     return kChannelDecay ? vector_pitch() : act_pitch();
   }
+  /// Column 8 b + g.
+  __device__ __forceinline__ const Column* lane_column(int b) const {
+    return state_columns() + token_row(8 * b + g) * column_pitch();
+  }
 
   /// What the outputs of all tiles of a run have in common, as far as it stays in registers.
   struct Common {
@@ -289,7 +294,7 @@ class DeltaRuleStepKernel
     } else if constexpr (kKeepColumns) {
 #pragma unroll
       for (int s = 0; s < kSegments; ++s) {
-        common.columns[s] = column_part(state_columns(), column_pitch(), key_dim(), 0, s);
+        common.columns[s] = column_part(lane_column(0), key_dim(), s);
       }
     }
     if constexpr (kBlocks == 1) {
@@ -317,9 +322,9 @@ class DeltaRuleStepKernel
     Values values = load_values(0);
     const GateParameters own_channel = load_own_channel();
     prepare_token_gates(load_token_gates(0, own), 0, own, true);
-    const float rate = kChannelDecay ? exp_f32(own_channel.a_log) : 0.0f;
+    const float rate = kChannelDecay ? own_channel.rate() : 0.0f;
     ptx::copy_async_wait_all();
-    __syncwarp();
+    __syncwarp();  // the raw gates of channels are the warp's own
     prepare_channels(own, rate, own_channel.bias, is_first_of_key());
     __syncthreads();
     wait_for_records();
@@ -382,8 +387,7 @@ class DeltaRuleStepKernel
 
   /// Columns 8 b.. for products with a copy.
   __device__ __forceinline__ auto copy_columns(int b) const {
-    return Copy::template columns<kKeyDim, kChannelDecay ? 2 : 1>(
-        state_columns() + 8 * b * column_pitch(), column_pitch(), key_dim(), lane);
+    return Copy::template columns<kKeyDim, kChannelDecay ? 2 : 1>(lane_column(b), key_dim(), lane);
   }
 
   /// S k and S q of staged tile i, or of the copy.
@@ -409,10 +413,7 @@ class DeltaRuleStepKernel
     } else {
       multiply_state(
           tile, key_dim(), blocks,
-          [&](int b, int s) {
-            return column_part(state_columns(), column_pitch(), key_dim(), b, s);
-          },
-          sums);
+          [&](int b, int s) { return column_part(lane_column(b), key_dim(), s); }, sums);
     }
   }
 
@@ -424,14 +425,14 @@ class DeltaRuleStepKernel
     clear(sums);
     if (has_state) {
       multiply_tile(i, copy, blocks, common, sums);
-      if constexpr (!kChannelDecay) weigh_state(common, sums);
+      if constexpr (!kChannelDecay) scale_sums(common, sums);
     }
     multiply_window(staged_values() + i * kDeltaRuleTileRows, launch.shared.value_pitch, records,
                     weights(0), launch.shared.weight_stride, blocks, common.window, sums);
-    if constexpr (kChannelDecay) weigh_state(common, sums);  // and records
+    if constexpr (kChannelDecay) scale_sums(common, sums);  // and records
   }
 
-  __device__ __forceinline__ void weigh_state(const Common& common, Sums& sums) const {
+  __device__ __forceinline__ void scale_sums(const Common& common, Sums& sums) const {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       float2 w = common.state;
@@ -568,7 +569,7 @@ class DeltaRuleStepKernel
                                                 const GateParameters& own_channel) const {
     const int count = chunk_length(first);
     scale_tokens(count, true);
-    prepare_channels(count, exp_f32(own_channel.a_log), own_channel.bias, false);
+    prepare_channels(count, own_channel.rate(), own_channel.bias, false);
   }
 
   /// All tokens through kPassRows rows of a tile; `again`: the first chunk has to be prepared anew;
@@ -637,7 +638,7 @@ template <typename State, typename Act, bool kChannelDecay, ReadCopyFormat kCopy
 DeltaRuleKernelFunction delta_rule_kernel_with(DeltaRuleVariant variant) {
   using enum DeltaRuleVariant;
   if (variant == kAny) return delta_rule_step_kernel<State, Act, kChannelDecay, kAny, kCopy>;
-  if constexpr (sizeof(Act) == 2) {
+  if constexpr (sizeof(Act) == 2 && !std::is_same_v<State, F16>) {
     if (variant == kSingle) {
       return delta_rule_step_kernel<State, Act, kChannelDecay, kSingle, kCopy>;
     }

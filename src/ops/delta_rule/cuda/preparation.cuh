@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/ptx/async_copy.cuh"
 #include "ops/delta_rule/cuda/recurrence.cuh"
@@ -67,6 +66,8 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   __device__ __forceinline__ Act* raw_key(int record) const {
     return at<Act>(launch.shared.raw_keys) + record * key_dim();
   }
+  /// Where the vector of column c of a product lies; columns without a token have another's.
+  static __device__ __forceinline__ int token_row(int c) { return c & (2 * kMaxTokens - 1); }
   __device__ __forceinline__ float* vector(int c) const {
     return at<float>(launch.shared.vectors) + c * vector_pitch();
   }
@@ -95,8 +96,8 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
 
   // ---- Loads ----
   //
-  // All of them are asynchronous and begin before any is waited for: what a block prepares would
-  // otherwise pay the latency of memory several times over.
+  // All of them begin before any is waited for: what a block prepares would otherwise pay the
+  // latency of memory several times over.
 
   /// `rows` vectors of key_dim elements of `size` bytes; from(row) is where one begins.
   template <typename From>
@@ -201,12 +202,14 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   __device__ __forceinline__ bool lane_has(int i) const {
     return !kMasked || lane * kPerLane + i < key_dim();
   }
-  __device__ __forceinline__ Vector load_lane(const Act* from) const {
+  /// This lane's part of a vector; zero where there is none.
+  template <typename T>
+  __device__ __forceinline__ Vector load_lane(const T* from) const {
     Vector out;
 #pragma unroll
     for (int i = 0; i < kPerLane; i += 4) {
-      Packed<Act, 4> packed{};
-      if (lane_has(i)) packed = load_packed<Act, 4>(from + lane * kPerLane + i);
+      Packed<T, 4> packed{};
+      if (lane_has(i)) packed = load_packed<T, 4>(from + lane * kPerLane + i);
 #pragma unroll
       for (int j = 0; j < 4; ++j) out.x[i + j] = packed[j];
     }
@@ -268,8 +271,9 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   __device__ __forceinline__ void prepare_fold() const {
     if (live == 0) return;
     if (kChannelDecay && !folds_values()) {
-      // Two channels to a thread, of the last ones: the first ones have norms to compute.
-      for (int n = 2 * (block_threads() - 1 - thread); n < key_dim(); n += 2 * block_threads()) {
+      // Two channels to a thread. In the direct kernel the first warps have norms to compute.
+      const int order = kDirect ? block_threads() - 1 - thread : thread;
+      for (int n = 2 * order; n < key_dim(); n += 2 * block_threads()) {
         float2 later = {1.0f, 1.0f};
 #pragma unroll 4
         for (int e = live - 1; e >= 0; --e) {
@@ -371,7 +375,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     if (records && !p.fast_flush) *ring_beta(entry) = beta;
     if constexpr (!kChannelDecay) {
       const float factor =
-          token_decay(loaded.gate, exp_f32(loaded.parameters.a_log), loaded.parameters.bias);
+          token_decay(loaded.gate, loaded.parameters.rate(), loaded.parameters.bias);
       decays()[live + lane] = factor;
       if (records) *ring_decay(entry) = factor;
     }

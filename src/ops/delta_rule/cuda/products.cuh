@@ -28,8 +28,7 @@ class DeltaRuleProducts {
   static constexpr int kOwn = 16 / static_cast<int>(sizeof(State));
   static constexpr int kSegments = kKeyDim / (4 * kOwn);
   static constexpr int kUnroll = kMasked ? 1 : kSegments;  // the general kernel is large enough
-  // Chains of products, each with one for the rest: columns that are read for every tile leave
-  // room.
+  // Chains of products, each with one for the rest: fp32 columns have twice as many.
   static constexpr int kChains = kBlocks == 1 && !kExactColumns ? 2 : 1;
   static constexpr bool kBf16State = std::is_same_v<State, BF16>;
   // bf16 terms of a column that a bf16 state is multiplied with.
@@ -54,14 +53,14 @@ class DeltaRuleProducts {
     std::uint32_t term[kTerms][kWords];
   };
 
-  /// Segment s of column 8 b + g.
-  __device__ __forceinline__ ColumnPart column_part(const Column* columns, int pitch, int key_dim,
-                                                    int b, int s) const {
+  /// Segment s of column 8 b + g, which `column` is.
+  __device__ __forceinline__ ColumnPart column_part(const Column* column, int key_dim,
+                                                    int s) const {
     ColumnPart part;
     const int n = 4 * kOwn * s + q * kOwn;
     Packed<Column, kOwn> c{};
     if (!kMasked || n < key_dim) {
-      c = load_packed<Column, kOwn>(columns + (8 * b + g) * pitch + n);
+      c = load_packed<Column, kOwn>(column + n);
     }
     if constexpr (!kBf16State) {
 #pragma unroll

@@ -137,13 +137,14 @@ class DeltaRuleRow : protected RowOfStep {
   /// The model's part of a gate.
   struct GateParameters {
     float a_log, bias;
+
+    __device__ __forceinline__ float rate() const { return exp_f32(a_log); }
   };
   /// `channel`: 0 where a head has one decay.
   __device__ __forceinline__ GateParameters gate_parameters(int channel) const {
     return {p.a_log == nullptr ? 0.0f : p.a_log[head],
             p.dt_bias == nullptr ? 0.0f : p.dt_bias[head * launch.decays + channel]};
   }
-  /// `rate`: exp(A_log).
   __device__ __forceinline__ float token_decay(float raw_gate, float rate, float bias) const {
     const float u = __fadd_rn(raw_gate, bias);
     return exp_f32(p.bounded ? bounded_log_decay(rate, u, p.lower_bound)

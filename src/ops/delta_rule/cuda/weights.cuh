@@ -22,7 +22,8 @@ class DeltaRuleWeights : protected DeltaRulePreparation<State, Act, kChannelDeca
   using Preparation::launch, Preparation::live, Preparation::load_lane, Preparation::own;
   using Preparation::p, Preparation::raw_key, Preparation::raw_token, Preparation::scale;
   using Preparation::scale_tokens, Preparation::store_scaled, Preparation::sum_of_squares;
-  using Preparation::thread, Preparation::token_channel_decay, Preparation::vector;
+  using Preparation::thread, Preparation::token_channel_decay, Preparation::token_row;
+  using Preparation::vector;
   using Preparation::warp;
   using typename Preparation::Vector;
 
@@ -106,7 +107,7 @@ class DeltaRuleWeights : protected DeltaRulePreparation<State, Act, kChannelDeca
           if (m > 0 && 8 * m >= own) break;
           Packed<Act, 8> low{}, high{};
           if (!kMasked || n < key_dim()) {
-            low = load_packed<Act, 8>(raw_token(16 * m + g) + n);
+            low = load_packed<Act, 8>(raw_token(token_row(16 * m + g)) + n);
             if (kBlocks > 1) high = load_packed<Act, 8>(raw_token(16 * m + 8 + g) + n);
           }
 #pragma unroll
@@ -178,19 +179,6 @@ class DeltaRuleWeights : protected DeltaRulePreparation<State, Act, kChannelDeca
     }
   }
 
-  __device__ __forceinline__ Vector load_lane_decays(const float* from) const {
-    Vector out;
-#pragma unroll
-    for (int i = 0; i < kPerLane; i += 4) {
-      float4 four = {1.0f, 1.0f, 1.0f, 1.0f};
-      if (lane_has(i)) four = *reinterpret_cast<const float4*>(from + lane * kPerLane + i);
-      out.x[i] = four.x;
-      out.x[i + 1] = four.y;
-      out.x[i + 2] = four.z;
-      out.x[i + 3] = four.w;
-    }
-    return out;
-  }
   static __device__ __forceinline__ void multiply_by(const Vector& factor, Vector& v) {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) v.x[i] *= factor.x[i];
@@ -222,7 +210,7 @@ class DeltaRuleWeights : protected DeltaRulePreparation<State, Act, kChannelDeca
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) later.x[i] = 1.0f;
 #pragma unroll 4
-    for (int e = records - 1; e >= end; --e) multiply_by(load_lane_decays(channel_decay(e)), later);
+    for (int e = records - 1; e >= end; --e) multiply_by(load_lane(channel_decay(e)), later);
 #pragma unroll 1
     for (int newest = end - 1; newest >= begin; newest -= kRecordsAtOnce) {
       float sums[kSums];
@@ -232,11 +220,12 @@ class DeltaRuleWeights : protected DeltaRulePreparation<State, Act, kChannelDeca
         Vector key = load_lane(raw_key(e));
         multiply_by(later, key);
         multiply_columns(key, column, sums + r * kGroup);
-        if (newest - r >= begin) multiply_by(load_lane_decays(channel_decay(e)), later);
+        if (newest - r >= begin) multiply_by(load_lane(channel_decay(e)), later);
       }
       const float sum = team_sum<kWarpLanes>(sums, lane);
       const int e = newest - record;
-      if (lane % kLanes == 0 && e >= begin && (kGroup == 2 || first + c < 2 * own)) {
+      if (lane % kLanes == 0 && e >= begin &&
+          (kVariant == DeltaRuleVariant::kSingle || first + c < 2 * own)) {
         weights(first + c)[e] = key_scale()[e] * sum;
       }
     }
@@ -273,7 +262,7 @@ class DeltaRuleWeights : protected DeltaRulePreparation<State, Act, kChannelDeca
         const float sum = team_sum<kWarpLanes>(sums, lane);
         if (writes && i <= mine / 2) own_weights(mine)[i] = scale()[2 * i] * unit * sum;
       }
-      const Vector decay = load_lane_decays(token_channel_decay(i));
+      const Vector decay = load_lane(token_channel_decay(i));
 #pragma unroll
       for (int c = 0; c < kGroup; ++c) {
         if (i <= (first + c) / 2) multiply_by(decay, column[c]);
