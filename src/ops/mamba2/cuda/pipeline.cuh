@@ -9,8 +9,10 @@
 
 namespace replayssm::cuda {
 
-/// kWindowSteps: blocks of sixteen window entries (places of the ring).
-template <typename State, typename Act, int kStateSize, int kWindowSteps, ReadCopyFormat kCopy>
+/// kWindowSteps: blocks of sixteen window entries (places of the ring). kMayPrefetch: the tile that
+/// a stage will be asked for next, where the launch says so.
+template <typename State, typename Act, int kStateSize, int kWindowSteps, ReadCopyFormat kCopy,
+          bool kMayPrefetch>
 class Mamba2Pipeline : protected Mamba2Row<State, Act, kStateSize> {
   using Base = Mamba2Row<State, Act, kStateSize>;
 
@@ -23,7 +25,6 @@ class Mamba2Pipeline : protected Mamba2Row<State, Act, kStateSize> {
 
   static constexpr bool kHasCopy = kCopy != ReadCopyFormat::kNone;
   using Copy = Mamba2CopyTiles<kCopy, kStateSize>;
-  static constexpr bool kMayPrefetch = sizeof(State) == 4 && !kHasCopy;
   static constexpr int kTileBytes = kTileRows * kStateSize * static_cast<int>(sizeof(State));
   static constexpr int kActPerChunk = 16 / static_cast<int>(sizeof(Act));
   static constexpr int kXChunks = kTileRows / kActPerChunk;  // 16-byte chunks of a tile's x
