@@ -16,6 +16,7 @@ SCALARS = {
     "uint64_t": ctypes.c_uint64,
     "uint8_t": ctypes.c_uint8,
     "float": ctypes.c_float,
+    "double": ctypes.c_double,
     "char": ctypes.c_char,
     "size_t": ctypes.c_size_t,
 }
