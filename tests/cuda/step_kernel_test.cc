@@ -136,12 +136,30 @@ TEST(StepKernel, SingleTokensOfManyRowsPrefetchTheirStates) {
     Mamba2CudaParams p = mamba2_params(rows, drafts);
     p.checkpoint = checkpoint;
     p.state_head_stride = p.head_dim * p.state_size;
-    return choose_mamba2_config(p, device_of(90)).value().launch.prefetches;
+    const Mamba2CudaConfig config = choose_mamba2_config(p, device_of(90)).value();
+    EXPECT_EQ(config.to_string().find("prefetched") != std::string::npos, config.launch.prefetches);
+    return config.launch.prefetches;
   };
   EXPECT_TRUE(prefetches(256, 1, DType::kF32));
   EXPECT_FALSE(prefetches(64, 1, DType::kF32));
   EXPECT_FALSE(prefetches(256, 4, DType::kF32));
   EXPECT_FALSE(prefetches(256, 1, DType::kBF16));
+}
+
+// Two tiles of two-byte states, where they cost no block and a run has several fills.
+TEST(StepKernel, LongRunsOfTwoByteTilesHaveTwoToAStage) {
+  const auto config_of = [](std::int64_t rows, DType checkpoint, bool channel_decay) {
+    DeltaRuleCudaParams p = delta_rule_params(rows, channel_decay);
+    p.checkpoint = checkpoint;
+    return choose_delta_rule_config(p, device_of(90)).value();
+  };
+  const DeltaRuleCudaConfig two = config_of(256, DType::kBF16, false);
+  EXPECT_EQ(two.launch.fill_tiles, 2);
+  EXPECT_EQ(two.blocks_per_multiprocessor * two.launch.warps, 16);
+  EXPECT_NE(two.to_string().find("2 to a stage"), std::string::npos) << two.to_string();
+  EXPECT_EQ(config_of(64, DType::kBF16, false).launch.fill_tiles, 1);  // runs of two
+  EXPECT_EQ(config_of(256, DType::kF32, false).launch.fill_tiles, 1);
+  EXPECT_EQ(config_of(256, DType::kBF16, true).launch.fill_tiles, 1);
 }
 
 // Warps that a key head's runs do not fill are left out, not left idle.

@@ -196,8 +196,10 @@ DeltaRuleVariant delta_rule_variant(const DeltaRuleCudaParams& p) {
 std::string DeltaRuleCudaConfig::to_string() const {
   std::ostringstream out;
   if (is_direct(variant)) out << "direct, ";
-  out << launch.warps << " warps x " << launch.tiles << (launch.tiles == 1 ? " tile, " : " tiles, ")
-      << blocks << " blocks, " << launch.shared.bytes << " B shared, " << blocks_per_multiprocessor
+  out << launch.warps << " warps x " << launch.tiles
+      << (launch.tiles == 1 ? " tile, " : " tiles, ");
+  if (launch.fill_tiles > 1) out << launch.fill_tiles << " to a stage, ";
+  out << blocks << " blocks, " << launch.shared.bytes << " B shared, " << blocks_per_multiprocessor
       << " per SM: " << reason;
   return std::move(out).str();
 }

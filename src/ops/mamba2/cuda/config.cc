@@ -166,9 +166,9 @@ std::string Mamba2CudaConfig::to_string() const {
     return std::move(out).str();
   }
   out << launch.stages << " stages x " << launch.warps << " warps, " << launch.tiles_per_run
-      << " tiles per run, " << launch.fold_tiles_per_run << " where it folds, " << blocks
-      << " blocks, " << launch.shared.bytes << " B shared, " << blocks_per_multiprocessor
-      << " per SM: " << reason;
+      << " tiles per run, " << launch.fold_tiles_per_run << " where it folds"
+      << (launch.prefetches ? ", prefetched, " : ", ") << blocks << " blocks, "
+      << launch.shared.bytes << " B shared, " << blocks_per_multiprocessor << " per SM: " << reason;
   return std::move(out).str();
 }
 
