@@ -13,6 +13,7 @@
 
 #include "cuda/step_kernel.h"
 #include "support/delta_rule_cuda_runner.h"
+#include "support/moves.h"
 #include "support/pool_access.h"
 #include "support/random_plan.h"
 
@@ -282,31 +283,6 @@ TEST_P(DeltaCuda, C05_OneGateOnEveryPath) {
     ASSERT_TRUE(is_ok(pool.materialize(kCuda, slot, 3, 3)));
     EXPECT_TRUE(same_bytes(checkpoint_bytes(pool, 0, 3), checkpoint_bytes(pool, 0, 0)));
   }
-}
-
-void bring(DeltaRunner& runner, std::int32_t slot, std::int64_t folded, std::int64_t live) {
-  if (folded > 0) runner.step({committed(slot, names(1, 0, folded))});
-  for (std::int64_t done = 0; done < live;) {
-    const std::int64_t n = std::min<std::int64_t>(live - done, live - done <= 3 ? 3 : 1);
-    runner.step({tentative(slot, names(1, folded + done, n), n)});
-    done += n;
-  }
-}
-
-void expect_continues(DeltaRunner& runner, std::int32_t slot, std::int64_t position,
-                      const std::string& where) {
-  DeltaOracle oracle(runner.model());
-  if (position > 0) oracle.run(names(1, 0, position));
-  std::uint64_t sequence = 50;
-  for (const auto& [count, accepted] : {std::pair{3, 2}, {3, 0}, {2, 2}, {3, 3}, {3, 1}}) {
-    const std::vector<TokenId> tokens = names(sequence++, 0, count);
-    const StepOutput output = runner.step({tentative(slot, tokens, accepted)});
-    expect_close(output[0], oracle.run(tokens, static_cast<std::size_t>(accepted)),
-                 runner.model().test_case(), where);
-  }
-  const std::vector<TokenId> tokens = names(sequence, 0, 5);
-  const StepOutput output = runner.step({committed(slot, tokens)});
-  expect_close(output[0], oracle.run(tokens), runner.model().test_case(), where + ", committed");
 }
 
 // Prefixes, copies, truncation, and records that do not fit a smaller window.

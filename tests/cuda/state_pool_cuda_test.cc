@@ -14,6 +14,7 @@
 #include "ops/mamba2_cases.h"
 #include "support/cuda_runner.h"
 #include "support/mamba2_harness.h"
+#include "support/moves.h"
 #include "support/pool_access.h"
 #include "support/random_plan.h"
 
@@ -72,33 +73,6 @@ INSTANTIATE_TEST_SUITE_P(Cases, CudaTable, ::testing::ValuesIn(cuda_cases()),
 class CudaMoves : public OnCuda, public ::testing::WithParamInterface<std::pair<DType, DType>> {
  protected:
   Mamba2Case test_case() const { return usual_case(GetParam().first, GetParam().second); }
-
-  /// Brings `slot` to `live` records after `folded` committed tokens of sequence 1.
-  static void bring(Mamba2Runner& runner, std::int32_t slot, std::int64_t folded,
-                    std::int64_t live) {
-    if (folded > 0) runner.step({committed(slot, names(1, 0, folded))});
-    for (std::int64_t done = 0; done < live;) {
-      const std::int64_t n = std::min<std::int64_t>(live - done, live - done <= 3 ? 3 : 1);
-      runner.step({tentative(slot, names(1, folded + done, n), n)});
-      done += n;
-    }
-  }
-  /// More tokens in rows of both kinds against the oracle.
-  static void expect_continues(Mamba2Runner& runner, std::int32_t slot, std::int64_t position,
-                               const std::string& where) {
-    SequenceOracle oracle(runner.model());
-    if (position > 0) oracle.run(names(1, 0, position));
-    std::uint64_t sequence = 50;
-    for (const auto& [count, accepted] : {std::pair{3, 2}, {3, 0}, {2, 2}, {3, 3}, {3, 1}}) {
-      const std::vector<TokenId> tokens = names(sequence++, 0, count);
-      const StepOutput output = runner.step({tentative(slot, tokens, accepted)});
-      expect_close(output[0], oracle.run(tokens, static_cast<std::size_t>(accepted)),
-                   runner.model().test_case(), where);
-    }
-    const std::vector<TokenId> tokens = names(sequence, 0, 5);
-    const StepOutput output = runner.step({committed(slot, tokens)});
-    expect_close(output[0], oracle.run(tokens), runner.model().test_case(), where + ", committed");
-  }
 };
 
 INSTANTIATE_TEST_SUITE_P(
