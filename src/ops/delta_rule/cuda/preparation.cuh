@@ -84,7 +84,9 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   }
   __device__ __forceinline__ float* key_scale() const { return at<float>(launch.shared.key_scale); }
   __device__ __forceinline__ float* scale() const { return at<float>(launch.shared.scale); }
+
   // Of the warp's head.
+
   __device__ __forceinline__ std::int32_t head_at() const {
     return launch.shared.head + (kOneHead ? 0 : warp * launch.shared.head_bytes);
   }
@@ -260,10 +262,6 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     }
   }
 
-  static __device__ __forceinline__ float2& pair_at(float* from) {
-    return *reinterpret_cast<float2*>(from);
-  }
-
   /// For folds: unit keys of the live records. Where deltas are added up, they take decays of later
   /// records too: those of channels come with the keys, and the products of all records' take the
   /// place of the first one's; those of heads take the place of the records', and the product of
@@ -274,17 +272,18 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
       // Two channels to a thread. In the direct kernel the first warps have norms to compute.
       const int order = kDirect ? block_threads() - 1 - thread : thread;
       for (int n = 2 * order; n < key_dim(); n += 2 * block_threads()) {
-        float2 later = {1.0f, 1.0f};
+        Packed<float, 2> later, unit;
+        later.set(0, 1.0f, 1.0f);
 #pragma unroll 4
         for (int e = live - 1; e >= 0; --e) {
           const auto raw = load_packed<Act, 2>(raw_key(e) + n);
-          pair_at(key(e) + n) = {__fmul_rn(__fmul_rn(key_scale()[e], raw[0]), later.x),
-                                 __fmul_rn(__fmul_rn(key_scale()[e], raw[1]), later.y)};
-          const float2 decay = pair_at(channel_decay(e) + n);
-          later.x *= decay.x;
-          later.y *= decay.y;
+          unit.set(0, __fmul_rn(__fmul_rn(key_scale()[e], raw[0]), later[0]),
+                   __fmul_rn(__fmul_rn(key_scale()[e], raw[1]), later[1]));
+          store_packed(key(e) + n, unit);
+          const auto decay = load_packed<float, 2>(channel_decay(e) + n);
+          later.set(0, later[0] * decay[0], later[1] * decay[1]);
         }
-        pair_at(channel_decay(0) + n) = later;
+        store_packed(channel_decay(0) + n, later);
       }
       return;
     }

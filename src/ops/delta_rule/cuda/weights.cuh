@@ -163,6 +163,11 @@ class DeltaRuleWeights : protected DeltaRulePreparation<State, Act, kChannelDeca
   static constexpr int kGroup = kVariant == DeltaRuleVariant::kSingle ? 2 : kMasked ? 4 : 8;
   static constexpr int kRecordsAtOnce = kVariant == DeltaRuleVariant::kSingle ? 4 : kMasked ? 1 : 2;
 
+  /// Of a row that has tokens.
+  __device__ __forceinline__ int columns() const {
+    return kVariant == DeltaRuleVariant::kSingle ? 2 : 2 * own;
+  }
+
   /// Weights of records and own tokens, the columns of the checkpoint, and scales, which all but
   /// own tokens' weights have yet to be multiplied by (state_weights).
   __device__ __forceinline__ void prepare_channel_weights(int records) const {
@@ -224,8 +229,7 @@ class DeltaRuleWeights : protected DeltaRulePreparation<State, Act, kChannelDeca
       }
       const float sum = team_sum<kWarpLanes>(sums, lane);
       const int e = newest - record;
-      if (lane % kLanes == 0 && e >= begin &&
-          (kVariant == DeltaRuleVariant::kSingle || first + c < 2 * own)) {
+      if (lane % kLanes == 0 && e >= begin && first + c < columns()) {
         weights(first + c)[e] = key_scale()[e] * sum;
       }
     }
@@ -237,13 +241,12 @@ class DeltaRuleWeights : protected DeltaRulePreparation<State, Act, kChannelDeca
   __device__ __forceinline__ void weigh_columns(int first, int records) const {
     const bool is_last_warp = warp == launch.warps - 1;
     constexpr int kLanes = kWarpLanes / kGroup;  // that get the sums of a column
-    const int columns = kVariant == DeltaRuleVariant::kSingle ? 2 : 2 * own;
     const int mine = first + lane / kLanes;
-    const bool writes = lane % kLanes == 0 && mine < columns;
+    const bool writes = lane % kLanes == 0 && mine < columns();
     Vector column[kGroup];
 #pragma unroll
     for (int c = 0; c < kGroup; ++c) {
-      column[c] = load_lane(raw_token(min(first + c, columns - 1)));
+      column[c] = load_lane(raw_token(min(first + c, columns() - 1)));
     }
     float sums[kGroup];
     float unit = 0.0f;
@@ -256,7 +259,7 @@ class DeltaRuleWeights : protected DeltaRulePreparation<State, Act, kChannelDeca
     }
     // A column takes decays along on its way: of tokens up to its own, then of records.
 #pragma unroll 1
-    for (int i = min(columns, first + kGroup) / 2 - 1; i >= 0; --i) {
+    for (int i = min(columns(), first + kGroup) / 2 - 1; i >= 0; --i) {
       if (is_last_warp) {
         multiply_columns(load_lane(raw_token(2 * i)), column, sums);
         const float sum = team_sum<kWarpLanes>(sums, lane);
@@ -273,7 +276,7 @@ class DeltaRuleWeights : protected DeltaRulePreparation<State, Act, kChannelDeca
 #pragma unroll
     for (int c = 0; c < kGroup; ++c) {
       multiply_by(later, column[c]);
-      if (first + c < columns) store_scaled(column[c], 1.0f, vector(first + c));
+      if (first + c < columns()) store_scaled(column[c], 1.0f, vector(first + c));
     }
   }
 
