@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "cuda/warp.cuh"
@@ -200,14 +201,41 @@ __device__ __forceinline__ void bf16_terms(const Packed<T, kCount>& x,
   }
 }
 
-/// x = high + low: what a tf32 operand keeps of x, and the rest. The two carry x to 2^-20 or
-/// better.
+/// A number of either type, as loaded. It is widened where it is used: the warp would otherwise
+/// wait for it where it is loaded.
+template <typename Act>
+class LoadedNumber {
+ public:
+  LoadedNumber() = default;
+  __device__ __forceinline__ explicit LoadedNumber(float x) { memcpy(&bits_, &x, sizeof(x)); }
+  /// Element `index` of `data`, which is of fp32 if `is_f32`, else of Act.
+  __device__ __forceinline__ LoadedNumber(const void* data, std::int64_t index, bool is_f32) {
+    bits_ = sizeof(Act) == 4 || is_f32 ? static_cast<const std::uint32_t*>(data)[index]
+                                       : static_cast<const std::uint16_t*>(data)[index];
+  }
+  __device__ __forceinline__ float value(bool is_f32) const {
+    if constexpr (sizeof(Act) == 2) {
+      if (!is_f32) return widen(Act{static_cast<std::uint16_t>(bits_)});
+    }
+    float x;
+    memcpy(&x, &bits_, sizeof(x));
+    return x;
+  }
+
+ private:
+  std::uint32_t bits_;
+};
+
+/// x = high + low, which carry x to 2^-20 or better as tf32 operands. A tf32 operand would keep one
+/// bit more of x than high has. But masked so, the assembler sees that the mask is for nothing, as
+/// tensor cores ignore the other bits: it passes x, and moves every x to where the product wants
+/// it.
 struct Tf32Pair {
   std::uint32_t high;
   std::uint32_t low;
 };
 __device__ __forceinline__ Tf32Pair split_tf32(float x) {
-  const std::uint32_t high = __float_as_uint(x) & 0xffffe000u;
+  const std::uint32_t high = __float_as_uint(x) & 0xffffc000u;
   return {high, __float_as_uint(x - __uint_as_float(high))};
 }
 

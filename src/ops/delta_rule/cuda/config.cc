@@ -84,6 +84,15 @@ DeltaRuleShared plan_shared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch&
       round_up_to(plan.weights + 4 * columns * (plan.weight_stride + chunk + 1), 16));
   plan.head = layout.take((channels ? 1 : launch.warps) * std::int64_t{plan.head_bytes});
   plan.barriers = layout.take(8 * (launch.warps + 1));
+  if (launch.warps <= 2 * chunk) {
+    // Behind the raw tokens, whose pitch leaves room.
+    plan.run = static_cast<std::int32_t>(plan.raw_tokens + p.shape.key_dim * act_bytes);
+    plan.run_pitch = static_cast<std::int32_t>(launch.act_pitch * act_bytes);
+    static_assert(sizeof(DeltaRuleRun) <= 64);
+  } else {
+    plan.run_pitch = static_cast<std::int32_t>(sizeof(DeltaRuleRun));
+    plan.run = layout.take(std::int64_t{launch.warps} * plan.run_pitch);
+  }
   plan.bytes = layout.bytes();
   return plan;
 }

@@ -58,6 +58,17 @@ constexpr int delta_rule_vector_pitch(int key_dim, int element_bytes) {
   return key_dim + 64 / element_bytes;
 }
 
+/// Where a run's data lies, from its first row on. A warp looks these up in shared memory for every
+/// tile: in registers they, or what they are computed from, would be spilled.
+struct DeltaRuleRun {
+  void* state;
+  const void* v;  // of the row's first token; `output` too
+  void* output;
+  void* ring_delta;  // of place 0
+  void* ring_v;
+  std::int32_t tiles;
+};
+
 /// Keys that a warp takes through its registers where unit keys take the place of raw ones.
 inline constexpr int kDeltaRuleKeysOfWarp = 4;
 
@@ -89,7 +100,9 @@ struct DeltaRuleShared {
   std::int32_t betas = 0;  // within it
   std::int32_t weights = 0;
   std::int32_t weight_stride = 0;
-  std::int32_t barriers = 0;  // (warps), and one for the records
+  std::int32_t barriers = 0;   // (warps), and one for the records
+  std::int32_t run = 0;        // DeltaRuleRun of the first warp
+  std::int32_t run_pitch = 0;  // bytes, from one warp's to the next
   std::int32_t bytes = 0;
 };
 

@@ -109,6 +109,7 @@ class DeltaRuleStepKernel
       return;
     }
     if (kernel.has_nothing_to_do()) return;
+    kernel.store_run();
     kernel.init_barriers();
     kernel.fill(0);
     if (kernel.kind == PlannedRow::kReplay) {
@@ -130,6 +131,37 @@ class DeltaRuleStepKernel
       : Weights(params, shape, shared_memory),
         Recurrence(Row::lane, kMasked ? static_cast<int>(params.shape.key_dim) : kKeyDim),
         Products(Row::lane) {}
+
+  // ---- The run, as it lies in shared memory; volatile, so that it stays there ----
+
+  __device__ __forceinline__ volatile DeltaRuleRun& stored_run() const {
+    return *reinterpret_cast<DeltaRuleRun*>(shared + launch.shared.run +
+                                            warp * launch.shared.run_pitch);
+  }
+  /// Before init_barriers(), which tells the lanes.
+  __device__ __forceinline__ void store_run() const {
+    if (lane != 0) return;
+    volatile DeltaRuleRun& run = stored_run();
+    run.state = state();
+    run.v = token_v(0);
+    run.output = output(0);
+    run.ring_delta = ring_delta();
+    run.ring_v = ring_v();
+    run.tiles = tile_count;
+  }
+  __device__ __forceinline__ State* run_state() const {
+    return static_cast<State*>(stored_run().state);
+  }
+  __device__ __forceinline__ Act* run_ring_delta() const {
+    return static_cast<Act*>(stored_run().ring_delta);
+  }
+  __device__ __forceinline__ Act* run_ring_v() const {
+    return static_cast<Act*>(stored_run().ring_v);
+  }
+  /// Its tiles: beside decays of channels there is no register for them.
+  __device__ __forceinline__ int run_length() const {
+    return kChannelDecay ? stored_run().tiles : tile_count;
+  }
 
   // ---- Stages ----
 
@@ -168,14 +200,14 @@ class DeltaRuleStepKernel
   /// Asks for the run's tiles from `tile` on, as many as a stage holds, and their rows of the
   /// records.
   __device__ __forceinline__ void fill(int tile) const {
-    if (tile >= tile_count) return;
-    const int tiles = min(fill_tiles(), tile_count - tile);
+    if (tile >= run_length()) return;
+    const int tiles = min(fill_tiles(), run_length() - tile);
     std::uint64_t* bar = barrier();
     if (!zero) {
       if (reads_copy()) {
         Copy::load(copy_in_memory(tile), copy_in_stage(0), key_dim(), tiles, bar, lane);
       } else {
-        const State* from = state() + tile * kDeltaRuleTileRows * key_dim();
+        const State* from = run_state() + tile * kDeltaRuleTileRows * key_dim();
         const int elements = tiles * kDeltaRuleTileRows * key_dim();
         if (ptx::kHasBulkCopy) {
           if (lane == 0) {
@@ -196,7 +228,7 @@ class DeltaRuleStepKernel
     const int offset = (lane & ((1 << shift) - 1)) * kActPerChunk;
     if (offset < tiles * kDeltaRuleTileRows) {
       const Act* ring =
-          (folds_values() ? ring_v() : ring_delta()) + tile * kDeltaRuleTileRows + offset;
+          (folds_values() ? run_ring_v() : run_ring_delta()) + tile * kDeltaRuleTileRows + offset;
       Act* to = staged_values() + offset;
       for (int entry = lane >> shift; entry < live; entry += kWarpLanes >> shift) {
         ptx::copy_async_16(to + entry * launch.shared.value_pitch, ring + value_offset(entry));
@@ -213,7 +245,7 @@ class DeltaRuleStepKernel
 
   /// A fill is done with: its stage goes to the tiles from `tile` on.
   __device__ __forceinline__ void refill(int tile) const {
-    if (tile >= tile_count) return;
+    if (tile >= run_length()) return;
     if (kind != PlannedRow::kReplay) ptx::fence_proxy_async();  // the stage has been written to
     __syncwarp();
     fill(tile);
@@ -242,11 +274,11 @@ class DeltaRuleStepKernel
   };
   __device__ __forceinline__ Values load_values(int tile) const {
     Values values;
-    const Act* from = token_v(0) + tile * kDeltaRuleTileRows + g;
+    const Act* from = static_cast<const Act*>(stored_run().v) + tile * kDeltaRuleTileRows + g;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       const int t = 4 * b + q;
-      if (t >= own || tile >= tile_count) continue;
+      if (t >= own || tile >= run_length()) continue;
       values.v[b][0] = from[t * p.v_token_stride];
       values.v[b][1] = from[t * p.v_token_stride + 8];
     }
@@ -346,8 +378,8 @@ class DeltaRuleStepKernel
     const Common common = load_common(live);
     std::uint32_t parity = 0;
 #pragma unroll 1
-    for (int first = 0; first < tile_count; first += fill_tiles()) {
-      const int next = min(first + fill_tiles(), tile_count);
+    for (int first = 0; first < run_length(); first += fill_tiles()) {
+      const int next = min(first + fill_tiles(), run_length());
       wait_for_fill(parity);
 #pragma unroll 1
       for (int tile = first; tile < next; ++tile) {
@@ -365,7 +397,7 @@ class DeltaRuleStepKernel
   __device__ __forceinline__ void tiles_of_flush(Values values) const {
     std::uint32_t parity = 0;
 #pragma unroll 1
-    for (int tile = 0; tile < tile_count; ++tile) {
+    for (int tile = 0; tile < run_length(); ++tile) {
       wait_for_fill(parity);
       fold_tile(tile);
       CopyTile copy{};
@@ -486,9 +518,9 @@ class DeltaRuleStepKernel
       }
     }
     const int row = tile * kDeltaRuleTileRows + g;
-    Act* o = output(0) + row;
-    Act* delta = ring_delta() + row;
-    Act* v = ring_v() + row;
+    Act* o = static_cast<Act*>(stored_run().output) + row;
+    Act* delta = run_ring_delta() + row;
+    Act* v = run_ring_v() + row;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       const int t = 4 * b + q;
@@ -509,7 +541,7 @@ class DeltaRuleStepKernel
 
   /// Folds the live records into a tile, in memory and in its stage.
   __device__ __forceinline__ void fold_tile(int tile) const {
-    State* to = state() + tile * kDeltaRuleTileRows * key_dim();
+    State* to = run_state() + tile * kDeltaRuleTileRows * key_dim();
 #pragma unroll 1
     for (int row = 0; row < kDeltaRuleTileRows; row += kPassRows) {
       State* staged = staged_state() + row * key_dim();

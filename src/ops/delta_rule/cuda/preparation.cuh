@@ -349,15 +349,15 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   /// Gates of tokens first.. as loaded, by lanes.
   struct TokenGates {
     GateParameters parameters;
-    float gate, beta;
+    LoadedNumber<Act> gate, beta;
   };
   __device__ __forceinline__ TokenGates load_token_gates(std::int64_t first, int count) const {
     TokenGates out{};
     if (lane >= count || !prepares_head()) return out;
-    out.beta = *raw_beta(first + lane);
+    out.beta = raw_beta(first + lane).load();
     if constexpr (!kChannelDecay) {
       out.parameters = gate_parameters(0);
-      out.gate = *raw_gate(first + lane);
+      out.gate = raw_gate(first + lane).load();
     }
     return out;
   }
@@ -369,12 +369,12 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     if (lane >= count || !prepares_head()) return;
     const bool records = append && is_first_of_head();
     const int entry = live + static_cast<int>(first) + lane;
-    const float beta = delta_rule_beta(loaded.beta, p.beta_doubled);
+    const float beta = delta_rule_beta(loaded.beta.value(p.beta_is_f32), p.beta_doubled);
     betas()[live + lane] = beta;
     if (records && !p.fast_flush) *ring_beta(entry) = beta;
     if constexpr (!kChannelDecay) {
-      const float factor =
-          token_decay(loaded.gate, loaded.parameters.rate(), loaded.parameters.bias);
+      const float factor = token_decay(loaded.gate.value(p.gate_is_f32), loaded.parameters.rate(),
+                                       loaded.parameters.bias);
       decays()[live + lane] = factor;
       if (records) *ring_decay(entry) = factor;
     }

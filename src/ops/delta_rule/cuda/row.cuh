@@ -119,9 +119,7 @@ class DeltaRuleRow : protected RowOfStep {
     const void* at;
     bool is_f32;
 
-    __device__ __forceinline__ float operator*() const {
-      return is_f32 ? *static_cast<const float*>(at) : widen(*static_cast<const Act*>(at));
-    }
+    __device__ __forceinline__ LoadedNumber<Act> load() const { return {at, 0, is_f32}; }
   };
   static __device__ __forceinline__ Raw raw(const void* data, bool is_f32, std::int64_t index) {
     const auto* bytes = static_cast<const unsigned char*>(data);

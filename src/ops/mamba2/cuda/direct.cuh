@@ -93,7 +93,7 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
   struct Tokens {
     PackedColumns b[kTokens], c[kTokens];
     Act x, z;
-    float dt;
+    LoadedNumber<Act> dt;
   };
 
   __device__ __forceinline__ Tokens load_tokens(std::int64_t first) const {
@@ -106,7 +106,7 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
     }
     const std::int64_t t = first + lane / kPassRows;
     out.x = out.z = narrow<Act>(0.0f);
-    out.dt = 0.0f;
+    out.dt = LoadedNumber<Act>(0.0f);
     if (t < token_count) {
       out.x = token_x(t, at)[lane % kPassRows];
       if (p.z != nullptr) out.z = gate(t, at)[lane % kPassRows];
@@ -165,7 +165,8 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
 #pragma unroll 1
     for (std::int64_t first = 0; first < token_count; first += kTokens) {
       if (first > 0) tokens = load_tokens(first);
-      const float dt = mamba2_time_step(tokens.dt, bias, p.dt_softplus, p.dt_min, p.dt_max);
+      const float dt =
+          mamba2_time_step(tokens.dt.value(p.dt_is_f32), bias, p.dt_softplus, p.dt_min, p.dt_max);
       if (own > 0) append(static_cast<int>(first), tokens, dt);
       const float x_of = widen(tokens.x);
       const DeferredAdvance advance_of = prepare_tokens(first, dt, mamba2_decay(a, dt), rest);

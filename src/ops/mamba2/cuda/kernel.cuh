@@ -267,7 +267,10 @@ class Mamba2StepKernel
       rows[1] = fmaf(of_state[1], one_scale, rows[1]);
     }
     float y = team_sum<4>(rows, lane);
-    if (q % 2 == 0) {
+    // New to the compiler: it would work the condition out ahead of the tiles, and spill it.
+    int part = q;
+    asm volatile("" : "+r"(part));
+    if (part % 2 == 0) {
       if (p.z != nullptr) y *= silu(widen(gate(0, at)[g + 8 * (q / 2)]));
       *y_at = narrow<Act>(y);
     }

@@ -60,6 +60,7 @@ class Mamba2Pipeline : protected Mamba2Row<State, Act, kStateSize> {
         kReadsCopy<kKind> ? launch.shared.copy_stage_bytes : launch.shared.stage_bytes;
     stage.at += bytes;
     ++stage.barrier;
+    const int stages = stages_of<kKind>();
     if (++stage.index < stages) return;
     stage.at -= stages * bytes;
     stage.barrier -= stages;
@@ -89,9 +90,7 @@ class Mamba2Pipeline : protected Mamba2Row<State, Act, kStateSize> {
 
   template <Kind kKind>
   __device__ __forceinline__ void start_pipeline() {
-    stages = folds<kKind>()                    ? launch.fold_stages
-             : kKind == PlannedRow::kCommitted ? launch.state_stages
-                                               : launch.stages;
+    const int stages = stages_of<kKind>();
     Stage stage = first_stage();
     if (lane < stages) ptx::mbarrier_init(stage.barrier + lane, kWarpLanes + 1);
     ptx::fence_mbarrier_init();
@@ -121,6 +120,13 @@ class Mamba2Pipeline : protected Mamba2Row<State, Act, kStateSize> {
     return kKind == PlannedRow::kFlush || (kKind == PlannedRow::kCommitted && live > 0);
   }
 
+  template <Kind kKind>
+  __device__ __forceinline__ int stages_of() const {
+    return folds<kKind>()                    ? launch.fold_stages
+           : kKind == PlannedRow::kCommitted ? launch.state_stages
+                                             : launch.stages;
+  }
+
   /// Starts the loads of the next tile, or tiles of a read copy, into a stage: the state, and x of
   /// the records and the own tokens.
   template <Kind kKind>
@@ -141,6 +147,7 @@ class Mamba2Pipeline : protected Mamba2Row<State, Act, kStateSize> {
         } else {
           ptx::mbarrier_arrive_expect(stage.barrier, kTileBytes);
           ptx::bulk_copy(stage.at, state_ahead, kTileBytes, stage.barrier, ptx::kEvictFirst);
+          const int stages = stages_of<kKind>();
           if (kMayPrefetch && launch.prefetches && tiles > stages) {
             ptx::prefetch_bulk(state_ahead + stages * kTileRows * kStateSize, kTileBytes);
           }
@@ -225,8 +232,6 @@ class Mamba2Pipeline : protected Mamba2Row<State, Act, kStateSize> {
   }
 
   unsigned char* shared;
-  int stages;  // that the row uses
-
   int tile_ahead, rows_ahead;  // the next tile to load, and its first row in its head
   const State* state_ahead;
   CopyTile copy_ahead;

@@ -111,14 +111,14 @@ class Mamba2Row : protected RowOfStep {
     return static_cast<Act*>(p.y) + (token_begin + t) * p.y_token_stride +
            at.head * p.y_head_stride + at.p0;
   }
-  __device__ __forceinline__ float raw_time_step(std::int64_t t, std::int64_t head) const {
-    const std::int64_t at = (token_begin + t) * p.dt_token_stride + head;
-    return p.dt_is_f32 ? static_cast<const float*>(p.dt)[at]
-                       : widen(static_cast<const Act*>(p.dt)[at]);
+  __device__ __forceinline__ LoadedNumber<Act> raw_time_step(std::int64_t t,
+                                                             std::int64_t head) const {
+    return {p.dt, (token_begin + t) * p.dt_token_stride + head, p.dt_is_f32};
   }
   __device__ __forceinline__ float time_step(std::int64_t t, std::int64_t head) const {
-    return mamba2_time_step(raw_time_step(t, head), p.dt_bias == nullptr ? 0.0f : p.dt_bias[head],
-                            p.dt_softplus, p.dt_min, p.dt_max);
+    return mamba2_time_step(raw_time_step(t, head).value(p.dt_is_f32),
+                            p.dt_bias == nullptr ? 0.0f : p.dt_bias[head], p.dt_softplus, p.dt_min,
+                            p.dt_max);
   }
 
   const Mamba2CudaParams& p;

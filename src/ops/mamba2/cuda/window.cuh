@@ -256,7 +256,8 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
   struct HeadInputs {
     float a, d, bias;
     DeferredDecay deferred;
-    float dt[kEntryChunks];  // of entry 32 i + lane: recorded, or raw for an own token
+    // Of entry 32 i + lane: recorded in fp32, or raw for an own token.
+    LoadedNumber<Act> dt[kEntryChunks];
   };
 
   /// `at`: the first of the head's rows that the warp has.
@@ -270,9 +271,9 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
 #pragma unroll
     for (int i = 0; i < kEntryChunks; ++i) {
       const int entry = kWarpLanes * i + lane;
-      in.dt[i] = entry < live         ? *ring_dt(head, entry)
+      in.dt[i] = entry < live         ? LoadedNumber<Act>(*ring_dt(head, entry))
                  : entry < live + own ? raw_time_step(entry - live, head)
-                                      : 0.0f;
+                                      : LoadedNumber<Act>(0.0f);
     }
     return in;
   }
@@ -287,7 +288,7 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
     for (int i = kEntryChunks - 1; i >= 0; --i) {
       const int entry = kWarpLanes * i + lane;
       float decay = 1.0f;
-      float dt = in.dt[i];
+      float dt = in.dt[i].value(p.dt_is_f32 || entry < live);
       if (entry < live + own) {
         if (entry >= live) {
           dt = mamba2_time_step(dt, in.bias, p.dt_softplus, p.dt_min, p.dt_max);
