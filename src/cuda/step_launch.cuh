@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/block_shape.h"
+#include "cuda/grid_tail.h"
 #include "cuda/language.cuh"
 #include "cuda/ptx/grid.cuh"
 #include "cuda/runtime.h"
@@ -22,6 +23,12 @@ inline Status no_step_kernel(DType checkpoint, DType activation, ReadCopyFormat 
                      to_string(activation), " activations and read copy ", to_string(copy),
                      "; there are f32, bf16 and f16 checkpoints with f32 and bf16 activations, and "
                      "read copies of f32 and bf16 checkpoints with bf16 activations");
+}
+
+/// What the block has of a step whose grid is (blocks of a row, groups, places of rows).
+__device__ __forceinline__ GridPlace place_of_block(const GridTail& tail) {
+  return grid_place(tail, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.z),
+                    static_cast<int>(gridDim.x));
 }
 
 /// What a step's kernel begins with: its parameters are brought to the constant cache while there
@@ -40,13 +47,13 @@ __device__ __forceinline__ void begin_step_kernel(const Params& params, const La
   ptx::let_next_kernel_begin();
 }
 
-/// Launches a step's kernel over blocks (`blocks`, `groups`, rows), as many rows at a time as a
-/// grid takes. `Config`: a family's, whose launch has warps and shared.bytes, and
-/// which says whether the launch overlaps with the one before it.
+/// Launches a step's kernel over blocks (`blocks`, `groups`, places of rows), as many rows at a
+/// time as a grid takes. `Config`: a family's, whose launch has warps and shared.bytes, and which
+/// says whether the launch overlaps with the one before it.
 template <typename Params, typename Launch, typename Config>
 Status launch_step_kernel(const char* name, void (*kernel)(Params, Launch), const Params& params,
                           const Config& config, int max_warps, std::int64_t blocks,
-                          std::int64_t groups, cudaStream_t stream) {
+                          std::int64_t groups, const GridTail& tail, cudaStream_t stream) {
   if (config.blocks == 0) return {};
   const Launch& launch = config.launch;
   if (launch.warps < 1 || launch.warps > max_warps) {
@@ -63,7 +70,7 @@ Status launch_step_kernel(const char* name, void (*kernel)(Params, Launch), cons
     slice.rows = params.rows + first;
     slice.row_count = std::min(kMostInGrid, params.row_count - first);
     const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(groups),
-                    static_cast<unsigned>(slice.row_count));
+                    static_cast<unsigned>(tail.places(slice.row_count)));
     const dim3 threads(static_cast<unsigned>(launch.warps * kWarpLanes));
     const auto shared_bytes = static_cast<std::size_t>(launch.shared.bytes);
     if (config.overlaps) {

@@ -257,16 +257,19 @@ TEST_F(Mamba2Cuda, EveryConfigurationGivesTheSameBits) {
               buffers[i]->upload(before[i].data(), before[i].size());
             }
             h.y.fill(0xff);
+            const int tail_rows = (warps + stages) % 3 * static_cast<int>(rows.size()) / 2;
             const Status status = h.launch({.kernel = StepKernel::kStreamed,
                                             .warps = warps,
                                             .stages = stages,
                                             .tiles_per_run = tiles,
-                                            .fold_tiles_per_run = tiles % 4 == 0 ? 3 : 0});
+                                            .fold_tiles_per_run = tiles % 4 == 0 ? 3 : 0,
+                                            .tail_rows = tail_rows});
             ASSERT_TRUE(status.ok()) << status.message();
             ASSERT_CUDA(cudaDeviceSynchronize());
             const auto label = [&] {
               return c.name() + " warps " + std::to_string(warps) + " stages " +
-                     std::to_string(stages) + " tiles " + std::to_string(tiles);
+                     std::to_string(stages) + " tiles " + std::to_string(tiles) + " tail " +
+                     std::to_string(tail_rows);
             };
             ASSERT_TRUE(h.y.download() == want_y) << label();
             for (std::size_t i = 0; i < buffers.size(); ++i) {

@@ -146,6 +146,91 @@ TEST(StepKernel, SingleTokensOfManyRowsPrefetchTheirStates) {
   EXPECT_FALSE(prefetches(256, 1, DType::kBF16));
 }
 
+// Few waves of blocks have a second stage instead.
+TEST(StepKernel, SingleTokensOfFewerRowsHaveASecondStage) {
+  const auto config_of = [](std::int64_t rows) {
+    return choose_mamba2_config(mamba2_params(rows), device_of(90)).value();
+  };
+  EXPECT_EQ(config_of(64).launch.stages, 2);
+  EXPECT_EQ(config_of(256).launch.stages, 1);
+}
+
+TEST(StepKernel, ManySingleTokensOnTwoByteStatesHaveBlocksOfTwoWarps) {
+  const auto warps_of = [](std::int64_t rows) {
+    Mamba2CudaParams p = mamba2_params(rows);
+    p.checkpoint = DType::kBF16;
+    const Mamba2CudaConfig config = choose_mamba2_config(p, device_of(90)).value();
+    EXPECT_EQ(config.blocks_per_multiprocessor * config.launch.warps, 16);
+    return config.launch.warps;
+  };
+  EXPECT_EQ(warps_of(512), 2);
+  EXPECT_EQ(warps_of(64), 4);
+}
+
+TEST(StepKernel, DraftsOfTwoByteStatesHaveThreeStages) {
+  Mamba2CudaParams p = mamba2_params(256, 4);
+  EXPECT_EQ(choose_mamba2_config(p, device_of(90)).value().launch.stages, 2);
+  p.checkpoint = DType::kBF16;
+  const Mamba2CudaConfig config = choose_mamba2_config(p, device_of(90)).value();
+  EXPECT_EQ(config.launch.stages, 3);
+  EXPECT_EQ(config.blocks_per_multiprocessor, 3);
+}
+
+TEST(StepKernel, LongDraftsHaveEightWarpsWhereTwoBlocksFit) {
+  DeltaRuleCudaParams p = delta_rule_params(256, false, 8);
+  p.shape.value_heads = 64;
+  const DeltaRuleCudaConfig config = choose_delta_rule_config(p, device_of(90)).value();
+  EXPECT_EQ(config.launch.warps, 8);
+  EXPECT_EQ(config.blocks_per_multiprocessor, 2);
+  p.limits.window = 32;
+  EXPECT_EQ(choose_delta_rule_config(p, device_of(90)).value().launch.warps, 4);
+}
+
+// The blocks of a grid's places are each row's blocks, once, whatever the tail.
+TEST(StepKernel, PlacesOfATailAreItsRowsBlocks) {
+  for (const std::int64_t rows : {1, 7, 65535}) {
+    for (const std::int64_t tail_rows : {0, 1, 3, 7, 100}) {
+      for (const std::int64_t parts : {1, 2, 3, 4}) {
+        const GridTail tail = grid_tail(rows, tail_rows, parts);
+        const std::int64_t places = tail.places(rows);
+        ASSERT_LE(places, 65535);
+        std::int32_t row = 0;
+        std::int32_t block = 0;
+        for (std::int64_t z = 0; z < places; ++z) {
+          for (std::int32_t x = 0; x < 3; ++x) {
+            const GridPlace at = grid_place(tail, x, static_cast<std::int32_t>(z), 3);
+            if (at.row != row) {
+              ASSERT_GE(block, row >= tail.first_row ? 3 * parts : 3);
+              row = at.row;
+              block = 0;
+            }
+            ASSERT_EQ(at.in_tail, row >= tail.first_row);
+            ASSERT_EQ(at.block, block++);
+          }
+        }
+        ASSERT_EQ(row, rows - 1);
+      }
+    }
+  }
+  EXPECT_TRUE(grid_tail(65535, 1, 2).empty());  // no room
+  EXPECT_TRUE(grid_tail(100'000, 1, 1).empty());
+}
+
+TEST(StepKernel, ManyRowsWithReadCopiesHaveATail) {
+  const auto tail_of = [](std::int64_t rows, ReadCopyFormat format) {
+    Mamba2CudaParams p = mamba2_params(rows);
+    p.copy.format = format;
+    const Mamba2CudaConfig config = choose_mamba2_config(p, device_of(90)).value();
+    EXPECT_EQ(config.to_string().find("from row") == std::string::npos, config.launch.tail.empty());
+    return config.launch;
+  };
+  const Mamba2Launch many = tail_of(512, ReadCopyFormat::kNvfp4);
+  EXPECT_FALSE(many.tail.empty());
+  EXPECT_LT(many.tail_tiles_per_run, many.tiles_per_run);
+  EXPECT_TRUE(tail_of(16, ReadCopyFormat::kNvfp4).tail.empty());
+  EXPECT_TRUE(tail_of(512, ReadCopyFormat::kNone).tail.empty());
+}
+
 // Two tiles of two-byte states, where they cost no block and a run has several fills.
 TEST(StepKernel, LongRunsOfTwoByteTilesHaveTwoToAStage) {
   const auto config_of = [](std::int64_t rows, DType checkpoint, bool channel_decay) {

@@ -14,9 +14,8 @@ class RowOfStep {
   __device__ __forceinline__ explicit RowOfStep(const ReplayLimits& limits)
       : places(static_cast<int>(limits.record_places())) {}
 
-  /// The row that the block has, of `rows`.
-  __device__ __forceinline__ void read_row(const PlannedRow* rows) {
-    const auto* at = reinterpret_cast<const uint4*>(rows + blockIdx.z);
+  __device__ __forceinline__ void read_row(const PlannedRow* row) {
+    const auto* at = reinterpret_cast<const uint4*>(row);
     const uint4 words[2] = {at[0], at[1]};
     PlannedRow r;
     memcpy(&r, words, sizeof(r));

@@ -259,7 +259,7 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
     count_blocks(p, config);
     if (!asked && candidate.tiles > 1) {
       const bool draft = config.variant == DeltaRuleVariant::kDraft;
-      if (candidate.warps > 4 && (draft || size_of(p.checkpoint) == 2)) continue;
+      if (candidate.warps > 4 && size_of(p.checkpoint) == 2) continue;
       if (candidate.tiles > 4 && !draft) continue;
       // Every channel's decay is prepared per head: a block with few warps takes too long over it.
       if (candidate.tiles > 2 && p.shape.channel_decay) continue;
@@ -271,6 +271,11 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
     fill_stages(p, device, config);
     least_bytes = std::min(least_bytes, launch.shared.bytes);
     if (config.blocks_per_multiprocessor == 0) continue;
+    // Long drafts may leave room for one block of eight warps: two of four are better.
+    if (!asked && candidate.warps > 4 && candidate.tiles > 1 &&
+        config.blocks_per_multiprocessor < kDeltaRuleResidentBlocks) {
+      continue;
+    }
     config.reason = asked ? "as asked" : candidate.reason;
     suit_to_device(device, config);
     return config;

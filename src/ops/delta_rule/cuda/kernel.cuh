@@ -103,7 +103,7 @@ class DeltaRuleStepKernel
   static __device__ __forceinline__ void run(const DeltaRuleCudaParams& p,
                                              const DeltaRuleLaunch& launch, unsigned char* shared) {
     DeltaRuleStepKernel kernel(p, launch, shared);
-    kernel.read_row(p.rows);
+    kernel.read_row(p.rows + blockIdx.z);
     if (kernel.kind == PlannedRow::kPadding) {
       kernel.zero_outputs();
       return;

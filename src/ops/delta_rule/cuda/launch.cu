@@ -65,7 +65,7 @@ Status launch_step(const DeltaRuleCudaParams& params, const DeltaRuleCudaConfig&
                    cudaStream_t stream) {
   return launch_step_kernel("step of the delta rule", find_kernel(params, config.variant), params,
                             config, kDeltaRuleMaxWarps, config.blocks_per_key,
-                            params.shape.key_heads, stream);
+                            params.shape.key_heads, GridTail{}, stream);
 }
 
 }  // namespace

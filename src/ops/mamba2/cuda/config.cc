@@ -1,6 +1,7 @@
 #include "ops/mamba2/cuda/config.h"
 
 #include <algorithm>
+#include <limits>
 #include <sstream>
 
 #include "cuda/block_shape.h"
@@ -51,13 +52,13 @@ struct PreferredRuns {
 };
 
 /// Where there is enough of everything. Short runs end evenly and are what committed rows, which
-/// have the length of replaying ones, want; long ones prepare less. One token on f32 is bound by
-/// memory and has instructions to spare. Flushes in long runs leave most warps to rows that read.
+/// have the length of replaying ones, want; long ones prepare less. Steps on f32 states wait for
+/// memory and have instructions to spare. Flushes in long runs leave most warps to rows that read,
+/// but long drafts flush too often for that.
 PreferredRuns preferred_runs(const Mamba2CudaParams& p) {
   if (p.copy.format != ReadCopyFormat::kNone) return {16, 8};
   const bool wide = p.checkpoint == DType::kF32;
-  if (mamba2_variant(p) != Mamba2Variant::kOneToken) return {8, wide ? 16 : 8};
-  return {wide ? 4 : 8, 16};
+  return {wide ? 4 : 8, !wide && p.limits.draft_capacity > 4 ? 8 : 16};
 }
 
 /// Cuts the step into runs: long enough to amortize what a run prepares, short enough that the last
@@ -88,8 +89,9 @@ void cut_runs(const Mamba2CudaParams& p, const CudaDeviceInfo& device, const Mam
     while (most > 1 && tiles / most < wave * 7 / 4) most /= 2;
   }
   // A run that folds lasts several times as long: where runs are few, half of one is long enough.
-  const std::int64_t most_folding =
-      one_token && tiles / most < 2 * wave ? std::max<std::int64_t>(1, most / 2) : most;
+  const bool few = one_token && tiles / most < 2 * wave;
+  const std::int64_t most_folding = few ? std::max<std::int64_t>(1, most / 2) : most;
+  if (few && p.copy.format == ReadCopyFormat::kNone) most = std::min(most, kShort);
   const PreferredRuns preferred = preferred_runs(p);
   const auto tiles_of = [&](int asked, std::int64_t wanted) {
     return static_cast<std::int32_t>(
@@ -103,16 +105,36 @@ void cut_runs(const Mamba2CudaParams& p, const CudaDeviceInfo& device, const Mam
   launch.runs_per_group = (launch.tiles_per_group + shorter - 1) / shorter;
 }
 
-/// A step of one token on fp32 states waits for memory; with a tile more of every warp on its way
-/// it does for 2% less. Measured on an H200: with few waves of blocks, which begin together, it is
-/// slower by 6%.
-bool prefetches_tiles(const Mamba2CudaParams& p, const CudaDeviceInfo& device,
-                      const Mamba2CudaConfig& config) {
-  constexpr std::int64_t kWaves = 4;
+/// Read copies leave little to load and less to prepare: half a wave of blocks a quarter as long at
+/// the end is worth 2%. Measured on an H200; without a copy preparing them costs what it saves.
+void cut_tail(const Mamba2CudaParams& p, const CudaDeviceInfo& device, const Mamba2Tuning& tuning,
+              Mamba2CudaConfig& config) {
+  Mamba2Launch& launch = config.launch;
   const std::int64_t wave = std::int64_t{config.blocks_per_multiprocessor} * device.multiprocessors;
-  return config.variant == Mamba2Variant::kOneToken && p.checkpoint == DType::kF32 &&
-         p.copy.format == ReadCopyFormat::kNone && config.launch.state_jump == 0 &&
-         config.blocks >= kWaves * wave;
+  const std::int64_t row_blocks = config.blocks_per_group * p.groups;
+  std::int64_t rows = tuning.tail_rows;
+  if (rows == 0 && p.copy.format != ReadCopyFormat::kNone && config.blocks >= 2 * wave) {
+    rows = (wave / 2 + row_blocks / 2) / row_blocks;
+  }
+  if (rows == 0) return;
+  launch.tail_tiles_per_run = std::max(1, launch.tiles_per_run / 4);
+  const std::int64_t runs =
+      (launch.tiles_per_group + launch.tail_tiles_per_run - 1) / launch.tail_tiles_per_run;
+  const std::int64_t places = std::int64_t{launch.warps} * config.blocks_per_group;
+  launch.tail = grid_tail(p.row_count, rows, (runs + places - 1) / places);
+  config.blocks = row_blocks * launch.tail.places(p.row_count);
+}
+
+/// A step of one token on fp32 states waits for memory, and a tile more of every warp should be on
+/// its way. Measured on an H200: with few waves of blocks, which begin together, a second stage is
+/// worth a resident block (6%), and prefetching into L2 costs as much; with many the latter is
+/// worth 2%.
+bool waits_for_memory(const Mamba2CudaParams& p) {
+  return mamba2_variant(p) == Mamba2Variant::kOneToken && p.checkpoint == DType::kF32 &&
+         p.copy.format == ReadCopyFormat::kNone;
+}
+bool has_many_waves(std::int64_t blocks, int resident_blocks, const CudaDeviceInfo& device) {
+  return blocks >= std::int64_t{4} * resident_blocks * device.multiprocessors;
 }
 
 bool has_direct_kernel(const Mamba2CudaParams& p) {
@@ -166,8 +188,11 @@ std::string Mamba2CudaConfig::to_string() const {
     return std::move(out).str();
   }
   out << launch.stages << " stages x " << launch.warps << " warps, " << launch.tiles_per_run
-      << " tiles per run, " << launch.fold_tiles_per_run << " where it folds"
-      << (launch.prefetches ? ", prefetched, " : ", ") << blocks << " blocks, "
+      << " tiles per run, " << launch.fold_tiles_per_run << " where it folds";
+  if (!launch.tail.empty()) {
+    out << ", " << launch.tail_tiles_per_run << " from row " << launch.tail.first_row << " on";
+  }
+  out << (launch.prefetches ? ", prefetched, " : ", ") << blocks << " blocks, "
       << launch.shared.bytes << " B shared, " << blocks_per_multiprocessor << " per SM: " << reason;
   return std::move(out).str();
 }
@@ -188,23 +213,36 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
   }
   // Tried in this order: the first with the wanted warps per multiprocessor wins, else the one with
   // most.
+  enum class Steps { kAll, kTwoByteDrafts, kTwoByteTokens };  // what a candidate is for
   struct Candidate {
     int warps, stages;
+    Steps steps;
     const char* reason;
   };
+  // Measured on an H200: three stages are worth 2% to drafts on two-byte states, blocks of two
+  // warps 1% to one token on them, where there are many.
   static constexpr Candidate kCandidates[] = {
-      {4, 2, "two stages per warp: one is loaded while the other is used"},
-      {4, 1, "one stage per warp: all there is room for"},
-      {3, 1, "a fourth warp would cost a resident block"},
-      {2, 1, "long windows leave room for two warps"},
-      {1, 1, "long windows leave room for one warp"},
+      {2, 2, Steps::kTwoByteTokens, "blocks of two warps: one waits less for the other to end"},
+      {4, 3, Steps::kTwoByteDrafts, "three stages per warp: drafts use tiles in bursts"},
+      {4, 2, Steps::kAll, "two stages per warp: one is loaded while the other is used"},
+      {4, 1, Steps::kAll, "one stage per warp: all there is room for"},
+      {3, 1, Steps::kAll, "a fourth warp would cost a resident block"},
+      {2, 1, Steps::kAll, "long windows leave room for two warps"},
+      {1, 1, Steps::kAll, "long windows leave room for one warp"},
   };
-  const int wanted_warps = kMamba2MaxWarps * mamba2_resident_blocks(mamba2_variant(p));
+  Steps special = Steps::kAll;
+  if (size_of(p.checkpoint) == 2 && p.copy.format == ReadCopyFormat::kNone) {
+    if (mamba2_variant(p) == Mamba2Variant::kSmall) special = Steps::kTwoByteDrafts;
+    if (mamba2_variant(p) == Mamba2Variant::kOneToken) special = Steps::kTwoByteTokens;
+  }
+  const int resident_blocks = mamba2_resident_blocks(mamba2_variant(p));
+  const int resident_warps = kMamba2MaxWarps * resident_blocks;
 
   Mamba2CudaConfig best;
   int most_warps = 0;
   std::int32_t least_bytes = std::numeric_limits<std::int32_t>::max();
   for (const Candidate& candidate : kCandidates) {
+    if (candidate.steps != Steps::kAll && candidate.steps != special) continue;
     Mamba2CudaConfig config;
     config.variant = mamba2_variant(p);
     Mamba2Launch& launch = config.launch;
@@ -226,17 +264,23 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
     launch.warps = std::min(launch.warps, launch.runs_per_group);
     config.blocks_per_group = (launch.runs_per_group + launch.warps - 1) / launch.warps;
     config.blocks = config.blocks_per_group * p.groups * p.row_count;
+    if (candidate.steps == Steps::kTwoByteTokens &&
+        !has_many_waves(config.blocks, resident_warps / candidate.warps, device)) {
+      continue;
+    }
     launch.shared = plan_shared(p, launch);
     config.blocks_per_multiprocessor =
-        blocks_that_fit(device, launch.shared.bytes, launch.warps, wanted_warps);
+        blocks_that_fit(device, launch.shared.bytes, launch.warps, resident_warps);
     least_bytes = std::min(least_bytes, launch.shared.bytes);
     const int warps = config.blocks_per_multiprocessor * launch.warps;
     if (warps > most_warps) {
       best = config;
       most_warps = warps;
     }
-    if (warps >= wanted_warps) break;
-    if (few || launch.stages < candidate.stages) break;
+    const bool wants_stage = waits_for_memory(p) && launch.tiles_per_run >= 4 &&
+                             !has_many_waves(config.blocks, resident_blocks, device);
+    if (warps >= resident_warps - (wants_stage ? kMamba2MaxWarps : 0)) break;
+    if (few || (launch.stages < candidate.stages && launch.stages == 1)) break;
   }
   if (most_warps == 0) {
     return unsupported("a block needs ", least_bytes, " bytes of shared memory for window ",
@@ -245,7 +289,9 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
                        device.shared_per_block);
   }
   suit_to_device(device, best);
-  best.launch.prefetches = prefetches_tiles(p, device, best);
+  cut_tail(p, device, tuning, best);
+  best.launch.prefetches = waits_for_memory(p) && best.launch.state_jump == 0 &&
+                           has_many_waves(best.blocks, best.blocks_per_multiprocessor, device);
   return best;
 }
 

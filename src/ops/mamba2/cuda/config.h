@@ -3,14 +3,16 @@
 // The unit of work is a tile: kTileRows consecutive rows of one head's state, contiguous in memory.
 // A run is `tiles_per_run` consecutive tiles of one group of one row of the step, the work of one
 // warp, which has `stages` private buffers. Blocks are `warps` runs that are scheduled together.
-// Rows that flush are cut into runs of their own length; where a kind of row has fewer runs than
-// the grid has places for, the rest of its warps have nothing to do.
+// Rows that flush are cut into runs of their own length, and so may be the last rows of the step
+// (cuda/grid_tail.h); where a row has fewer runs than the grid has places for, the rest of its
+// warps have nothing to do.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
 
+#include "cuda/grid_tail.h"
 #include "cuda/query.h"
 #include "cuda/step_kernel.h"
 #include "ops/mamba2/cuda/params.h"
@@ -49,6 +51,8 @@ struct Mamba2Launch {
   bool prefetches = false;        // into L2: the tile that a stage will be asked for next
   std::int32_t tiles_per_run = 16;
   std::int32_t fold_tiles_per_run = 16;  // of a row that flushes
+  std::int32_t tail_tiles_per_run = 16;  // of the rows of `tail`, whatever their kind
+  GridTail tail;
   std::int32_t tiles_per_head = 4;
   std::int32_t tiles_per_group = 64;
   std::int32_t heads_per_group = 16;
@@ -76,6 +80,7 @@ struct Mamba2Tuning {
   int stages = 0;
   int tiles_per_run = 0;
   int fold_tiles_per_run = 0;
+  int tail_rows = 0;
 };
 
 struct Mamba2CudaConfig {

@@ -47,7 +47,7 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
   static __device__ __forceinline__ void run(const Mamba2CudaParams& p, const Mamba2Launch& launch,
                                              unsigned char* shared) {
     Mamba2DirectKernel kernel(p, launch, shared);
-    kernel.read_row(p.rows);
+    kernel.read_row(p.rows + blockIdx.z);
     if (kernel.kind == PlannedRow::kPadding) {
       kernel.zero_rows();
       return;

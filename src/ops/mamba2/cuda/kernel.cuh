@@ -74,8 +74,9 @@ class Mamba2StepKernel
   static __device__ __forceinline__ void run(const Mamba2CudaParams& p, const Mamba2Launch& launch,
                                              unsigned char* shared) {
     Mamba2StepKernel kernel(p, launch, shared);
-    kernel.read_row(p.rows);
-    if (!kernel.find_work()) return;
+    const GridPlace place = place_of_block(launch.tail);
+    kernel.read_row(p.rows + place.row);
+    if (!kernel.find_work(place)) return;
     if (kernel.kind == PlannedRow::kPadding) {
       kernel.zero_outputs();
       return;

@@ -54,7 +54,8 @@ Mamba2KernelFunction find_kernel(const Mamba2CudaParams& p, Mamba2Variant varian
 Status launch_step(const Mamba2CudaParams& params, const Mamba2CudaConfig& config,
                    cudaStream_t stream) {
   return launch_step_kernel("Mamba-2 step", find_kernel(params, config.variant), params, config,
-                            kMamba2MaxWarps, config.blocks_per_group, params.groups, stream);
+                            kMamba2MaxWarps, config.blocks_per_group, params.groups,
+                            config.launch.tail, stream);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/gates.cuh"
+#include "cuda/grid_tail.h"
 #include "cuda/vector.cuh"
 #include "cuda/warp.cuh"
 #include "ops/mamba2/cuda/config.h"
@@ -30,9 +31,11 @@ class Mamba2Row : protected RowOfStep {
   }
 
   /// The warp's group and tiles, by the kind of its row; false if there is nothing left for it.
-  __device__ __forceinline__ bool find_work() {
-    const int run = static_cast<int>(blockIdx.x) * launch.warps + warp;
-    const int tiles = kind == PlannedRow::kFlush ? launch.fold_tiles_per_run : launch.tiles_per_run;
+  __device__ __forceinline__ bool find_work(const GridPlace& place) {
+    const int run = place.block * launch.warps + warp;
+    const int tiles = place.in_tail                ? launch.tail_tiles_per_run
+                      : kind == PlannedRow::kFlush ? launch.fold_tiles_per_run
+                                                   : launch.tiles_per_run;
     tile_begin = run * tiles;
     if (tile_begin >= launch.tiles_per_group) return false;
     tile_end = min(tile_begin + tiles, launch.tiles_per_group);
