@@ -371,15 +371,14 @@ class Mamba2StepKernel
           const Tf32Pair a3 = split_tf32(s1[2 * i + 1]);
 #pragma unroll
           for (int k = 0; k < kBlocks; ++k) {
-            // bf16 is tf32 as it is; tf32 ignores an fp32's low bits.
-            const float c0 = c_float[k][s][2 * i], c1 = c_float[k][s][2 * i + 1];
-            const std::uint32_t w0 = __float_as_uint(c0), w1 = __float_as_uint(c1);
-            ptx::mma_tf32(y[k], a0.high, a1.high, a2.high, a3.high, w0, w1);
+            // bf16 is tf32 as it is: then high is all of it.
+            const Tf32Pair b0 = split_tf32(c_float[k][s][2 * i]);
+            const Tf32Pair b1 = split_tf32(c_float[k][s][2 * i + 1]);
+            ptx::mma_tf32(y[k], a0.high, a1.high, a2.high, a3.high, b0.high, b1.high);
             if constexpr (kWideState) {
-              ptx::mma_tf32(rest[k], a0.low, a1.low, a2.low, a3.low, w0, w1);
+              ptx::mma_tf32(rest[k], a0.low, a1.low, a2.low, a3.low, b0.high, b1.high);
             }
             if constexpr (kWideAct) {
-              const Tf32Pair b0 = split_tf32(c0), b1 = split_tf32(c1);
               ptx::mma_tf32(rest[k], a0.high, a1.high, a2.high, a3.high, b0.low, b1.low);
             }
           }
