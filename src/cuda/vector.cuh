@@ -226,17 +226,21 @@ class LoadedNumber {
   std::uint32_t bits_;
 };
 
-/// x = high + low, which carry x to 2^-20 or better as tf32 operands. A tf32 operand would keep one
-/// bit more of x than high has. But masked so, the assembler sees that the mask is for nothing, as
-/// tensor cores ignore the other bits: it passes x, and moves every x to where the product wants
-/// it.
+/// x = high + low: what a tf32 operand keeps of x, and the rest. The two carry x to 2^-21.
 struct Tf32Pair {
   std::uint32_t high;
   std::uint32_t low;
 };
-__device__ __forceinline__ Tf32Pair split_tf32(float x) {
-  const std::uint32_t high = __float_as_uint(x) & 0xffffc000u;
+__device__ __forceinline__ Tf32Pair split_tf32(float x, std::uint32_t mask = 0xffffe000u) {
+  const std::uint32_t high = __float_as_uint(x) & mask;
   return {high, __float_as_uint(x - __uint_as_float(high))};
+}
+/// The same with a bit less in high, to 2^-20: for products with numbers that are tf32 as they are
+/// (of two rests, which nobody multiplies, this would make four times as much). Of the mask above
+/// the assembler sees that it is for nothing, as tensor cores ignore the other bits: it passes x,
+/// and moves every x to where the product wants it.
+__device__ __forceinline__ Tf32Pair split_tf32_for_exact(float x) {
+  return split_tf32(x, 0xffffc000u);
 }
 
 }  // namespace replayssm::cuda

@@ -219,12 +219,13 @@ class DeltaRuleProducts {
                                                 const ColumnPart& part, float (&sums)[4],
                                                 float (&rest)[4]) const {
     constexpr bool kWideState = sizeof(State) == 4;
+    const auto split = [](float x) {
+      return kWideState && kExactColumns ? split_tf32_for_exact(x) : split_tf32(x);
+    };
 #pragma unroll
     for (int i = 0; i < kOwn; i += 2) {
-      const Tf32Pair a0 = split_tf32(s0[i]);
-      const Tf32Pair a1 = split_tf32(s1[i]);
-      const Tf32Pair a2 = split_tf32(s0[i + 1]);
-      const Tf32Pair a3 = split_tf32(s1[i + 1]);
+      const Tf32Pair a0 = split(s0[i]), a1 = split(s1[i]);
+      const Tf32Pair a2 = split(s0[i + 1]), a3 = split(s1[i + 1]);
       ptx::mma_tf32(sums, a0.high, a1.high, a2.high, a3.high, part.term[0][i], part.term[0][i + 1]);
       if constexpr (kWideState) {
         ptx::mma_tf32(rest, a0.low, a1.low, a2.low, a3.low, part.term[0][i], part.term[0][i + 1]);

@@ -365,10 +365,12 @@ class Mamba2StepKernel
       } else {
 #pragma unroll
         for (int i = 0; i < kOwn / 2; ++i) {
-          const Tf32Pair a0 = split_tf32(s0[2 * i]);
-          const Tf32Pair a1 = split_tf32(s1[2 * i]);
-          const Tf32Pair a2 = split_tf32(s0[2 * i + 1]);
-          const Tf32Pair a3 = split_tf32(s1[2 * i + 1]);
+          // An f16 state is tf32 as it is, and has no rest that is multiplied.
+          const auto split = [](float x) {
+            return kWideState && !kWideAct ? split_tf32_for_exact(x) : split_tf32(x);
+          };
+          const Tf32Pair a0 = split(s0[2 * i]), a1 = split(s1[2 * i]);
+          const Tf32Pair a2 = split(s0[2 * i + 1]), a3 = split(s1[2 * i + 1]);
 #pragma unroll
           for (int k = 0; k < kBlocks; ++k) {
             // bf16 is tf32 as it is: then high is all of it.
