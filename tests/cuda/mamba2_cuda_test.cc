@@ -126,6 +126,36 @@ TEST_F(Mamba2Cuda, EveryTokenCount) {
   }
 }
 
+// To f32 accuracy: the bounds of other tests allow for the rounding of checkpoints, and would for
+// an output that loses a bit of them once more.
+TEST_F(Mamba2Cuda, TwoByteCheckpointsAreReadAsTheyAre) {
+  for (const DType checkpoint : {DType::kBF16, DType::kF16}) {
+    for (const std::int64_t state_size : {64, 128}) {
+      for (const int drafts : {1, 4, 16}) {
+        Case c{.shape = {.heads = 4, .head_dim = 64, .state_size = state_size, .groups = 2},
+               .limits = limits_of(16, drafts),
+               .checkpoint = checkpoint,
+               .activation = DType::kF32,
+               .seed = 51};
+        Harness h(c);
+        h.step({{RowKind::kCommitted, 0, h.tokens(3)}});
+        if (HasFatalFailure()) return;
+        h.commit({3});
+        // The oracle goes on from what is stored.
+        const std::vector<unsigned char> stored = h.state.download();
+        std::vector<double>& state = h.oracle[0]->state();
+        for (std::size_t i = 0; i < state.size(); ++i) {
+          state[i] = from_bits(stored.data() + 2 * i, checkpoint);
+        }
+        h.worst = 0.0;
+        h.step({{RowKind::kTentative, 0, h.tokens(std::min(drafts, 3))}});
+        if (HasFatalFailure()) return;
+        EXPECT_LE(h.worst, 2e-5) << c.name();
+      }
+    }
+  }
+}
+
 TEST_F(Mamba2Cuda, CommittedRowIsBitEqualToItsTokens) {
   for (const Types types : kTypes) {
     for (const std::int64_t state_size : {64, 128, 256}) {
