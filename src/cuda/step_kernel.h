@@ -23,8 +23,9 @@ Result<StepKernel> requested_step_kernel();
 /// For tests.
 void force_step_kernel(StepKernel kernel);
 
-/// Tiles of a run of the delta rule's streamed kernel where its tuning does not say, for tests:
-/// runs of several tiles are chosen for many rows. 0: as chosen.
+/// Tiles of a run of the streamed kernels where their tuning does not say, for tests: runs of
+/// several tiles are chosen for many rows. Half of the rows of a Mamba-2 step are its tail then. 0:
+/// as chosen.
 void force_run_tiles(int tiles);
 int forced_run_tiles();
 

@@ -235,10 +235,10 @@ __device__ __forceinline__ Tf32Pair split_tf32(float x, std::uint32_t mask = 0xf
   const std::uint32_t high = __float_as_uint(x) & mask;
   return {high, __float_as_uint(x - __uint_as_float(high))};
 }
-/// The same with a bit less in high, to 2^-20: for products with numbers that are tf32 as they are
-/// (of two rests, which nobody multiplies, this would make four times as much). Of the mask above
-/// the assembler sees that it is for nothing, as tensor cores ignore the other bits: it passes x,
-/// and moves every x to where the product wants it.
+/// The same with a bit less in high, to 2^-20: for products with numbers that are tf32 as they are.
+/// Where both factors are split, the product of their rests is left out, and would be four times as
+/// large. Of the mask above the assembler sees that it is for nothing, as tensor cores ignore the
+/// other bits: it passes x, and moves every x to where the product wants it.
 __device__ __forceinline__ Tf32Pair split_tf32_for_exact(float x) {
   return split_tf32(x, 0xffffc000u);
 }

@@ -155,18 +155,6 @@ TEST(StepKernel, SingleTokensOfFewerRowsHaveASecondStage) {
   EXPECT_EQ(config_of(256).launch.stages, 1);
 }
 
-TEST(StepKernel, ManySingleTokensOnTwoByteStatesHaveBlocksOfTwoWarps) {
-  const auto warps_of = [](std::int64_t rows) {
-    Mamba2CudaParams p = mamba2_params(rows);
-    p.checkpoint = DType::kBF16;
-    const Mamba2CudaConfig config = choose_mamba2_config(p, device_of(90)).value();
-    EXPECT_EQ(config.blocks_per_multiprocessor * config.launch.warps, 16);
-    return config.launch.warps;
-  };
-  EXPECT_EQ(warps_of(512), 2);
-  EXPECT_EQ(warps_of(64), 4);
-}
-
 TEST(StepKernel, DraftsOfTwoByteStatesHaveThreeStages) {
   Mamba2CudaParams p = mamba2_params(256, 4);
   EXPECT_EQ(choose_mamba2_config(p, device_of(90)).value().launch.stages, 2);

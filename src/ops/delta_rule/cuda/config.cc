@@ -272,8 +272,8 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
     least_bytes = std::min(least_bytes, launch.shared.bytes);
     if (config.blocks_per_multiprocessor == 0) continue;
     // Long drafts may leave room for one block of eight warps: two of four are better.
-    if (!asked && candidate.warps > 4 && candidate.tiles > 1 &&
-        config.blocks_per_multiprocessor < kDeltaRuleResidentBlocks) {
+    if (!asked && config.variant == DeltaRuleVariant::kDraft && candidate.warps > 4 &&
+        candidate.tiles > 1 && config.blocks_per_multiprocessor < kDeltaRuleResidentBlocks) {
       continue;
     }
     config.reason = asked ? "as asked" : candidate.reason;

@@ -144,7 +144,7 @@ class DeltaRuleDirectKernel
     Packed<Act, kPerLane> vector;  // k or q, of the warps that scale one
     TokenGates gates;
     GateParameters channel;
-    LoadedNumber<Act> gate;  // of the thread's channel
+    float gate;  // of the thread's channel
   };
   __device__ __forceinline__ SingleToken load_token(std::int64_t t) const {
     SingleToken out{};
@@ -155,7 +155,7 @@ class DeltaRuleDirectKernel
     }
     if constexpr (kChannelDecay) {
       static_assert(kDeltaRuleDirectWarps * kWarpLanes == kKeyDim);
-      out.gate = raw_gate(t, thread).load();
+      out.gate = *raw_gate(t, thread);
       out.channel = gate_parameters(thread);
     }
     out.gates = load_token_gates(t, 1);
@@ -175,8 +175,7 @@ class DeltaRuleDirectKernel
     }
     prepare_token_gates(loaded.gates, t, 1, own > 0);
     if constexpr (kChannelDecay) {
-      prepare_channel(0, thread, loaded.gate.value(p.gate_is_f32), loaded.channel.rate(),
-                      loaded.channel.bias, append);
+      prepare_channel(0, thread, loaded.gate, loaded.channel.rate(), loaded.channel.bias, append);
     }
   }
 

@@ -346,18 +346,35 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     return product_of_later(first + lane < records ? decays()[first + lane] : 1.0f, lane, later);
   }
 
-  /// Gates of tokens first.. as loaded, by lanes.
+  /// Gates of tokens first.. as loaded, by lanes. Beside decays of channels numbers are widened at
+  /// once: measured on an H200, 0.4 us less at batch 1 in place, where everything else is the same.
+  using Loaded = std::conditional_t<kChannelDecay, float, LoadedNumber<Act>>;
   struct TokenGates {
     GateParameters parameters;
-    LoadedNumber<Act> gate, beta;
+    Loaded gate, beta;
   };
+  template <typename Raw>
+  static __device__ __forceinline__ Loaded load_number(const Raw& raw) {
+    if constexpr (kChannelDecay) {
+      return *raw;
+    } else {
+      return raw.load();
+    }
+  }
+  static __device__ __forceinline__ float value_of(const Loaded& number, bool is_f32) {
+    if constexpr (kChannelDecay) {
+      return number;
+    } else {
+      return number.value(is_f32);
+    }
+  }
   __device__ __forceinline__ TokenGates load_token_gates(std::int64_t first, int count) const {
     TokenGates out{};
     if (lane >= count || !prepares_head()) return out;
-    out.beta = raw_beta(first + lane).load();
+    out.beta = load_number(raw_beta(first + lane));
     if constexpr (!kChannelDecay) {
       out.parameters = gate_parameters(0);
-      out.gate = raw_gate(first + lane).load();
+      out.gate = load_number(raw_gate(first + lane));
     }
     return out;
   }
@@ -369,12 +386,12 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     if (lane >= count || !prepares_head()) return;
     const bool records = append && is_first_of_head();
     const int entry = live + static_cast<int>(first) + lane;
-    const float beta = delta_rule_beta(loaded.beta.value(p.beta_is_f32), p.beta_doubled);
+    const float beta = delta_rule_beta(value_of(loaded.beta, p.beta_is_f32), p.beta_doubled);
     betas()[live + lane] = beta;
     if (records && !p.fast_flush) *ring_beta(entry) = beta;
     if constexpr (!kChannelDecay) {
-      const float factor = token_decay(loaded.gate.value(p.gate_is_f32), loaded.parameters.rate(),
-                                       loaded.parameters.bias);
+      const float factor = token_decay(value_of(loaded.gate, p.gate_is_f32),
+                                       loaded.parameters.rate(), loaded.parameters.bias);
       decays()[live + lane] = factor;
       if (records) *ring_decay(entry) = factor;
     }

@@ -120,6 +120,7 @@ class DeltaRuleRow : protected RowOfStep {
     bool is_f32;
 
     __device__ __forceinline__ LoadedNumber<Act> load() const { return {at, 0, is_f32}; }
+    __device__ __forceinline__ float operator*() const { return load().value(is_f32); }
   };
   static __device__ __forceinline__ Raw raw(const void* data, bool is_f32, std::int64_t index) {
     const auto* bytes = static_cast<const unsigned char*>(data);

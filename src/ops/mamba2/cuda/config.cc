@@ -54,11 +54,18 @@ struct PreferredRuns {
 /// Where there is enough of everything. Short runs end evenly and are what committed rows, which
 /// have the length of replaying ones, want; long ones prepare less. Steps on f32 states wait for
 /// memory and have instructions to spare. Flushes in long runs leave most warps to rows that read,
-/// but long drafts flush too often for that.
+/// but drafts on two-byte states flush too often for that.
 PreferredRuns preferred_runs(const Mamba2CudaParams& p) {
   if (p.copy.format != ReadCopyFormat::kNone) return {16, 8};
   const bool wide = p.checkpoint == DType::kF32;
-  return {wide ? 4 : 8, !wide && p.limits.draft_capacity > 4 ? 8 : 16};
+  switch (mamba2_variant(p)) {
+    case Mamba2Variant::kOneToken:
+      return {wide ? 4 : 8, 16};
+    case Mamba2Variant::kSmall:
+      return wide ? PreferredRuns{4, 16} : PreferredRuns{8, 8};
+    default:
+      return {8, wide ? 16 : 8};
+  }
 }
 
 /// Cuts the step into runs: long enough to amortize what a run prepares, short enough that the last
@@ -91,7 +98,10 @@ void cut_runs(const Mamba2CudaParams& p, const CudaDeviceInfo& device, const Mam
   // A run that folds lasts several times as long: where runs are few, half of one is long enough.
   const bool few = one_token && tiles / most < 2 * wave;
   const std::int64_t most_folding = few ? std::max<std::int64_t>(1, most / 2) : most;
-  if (few && p.copy.format == ReadCopyFormat::kNone) most = std::min(most, kShort);
+  // Of one wave, half as long ones end more evenly.
+  if (few && tiles / most < wave * 3 / 2 && p.copy.format == ReadCopyFormat::kNone) {
+    most = std::min(most, kShort);
+  }
   const PreferredRuns preferred = preferred_runs(p);
   const auto tiles_of = [&](int asked, std::int64_t wanted) {
     return static_cast<std::int32_t>(
@@ -128,7 +138,8 @@ void cut_tail(const Mamba2CudaParams& p, const CudaDeviceInfo& device, const Mam
 /// A step of one token on fp32 states waits for memory, and a tile more of every warp should be on
 /// its way. Measured on an H200: with few waves of blocks, which begin together, a second stage is
 /// worth a resident block (6%), and prefetching into L2 costs as much; with many the latter is
-/// worth 2%.
+/// worth 2%. Between them (four waves of three blocks, but not of four) both together are (1 to
+/// 4%).
 bool waits_for_memory(const Mamba2CudaParams& p) {
   return mamba2_variant(p) == Mamba2Variant::kOneToken && p.checkpoint == DType::kF32 &&
          p.copy.format == ReadCopyFormat::kNone;
@@ -199,7 +210,12 @@ std::string Mamba2CudaConfig::to_string() const {
 
 Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
                                               const CudaDeviceInfo& device,
-                                              const Mamba2Tuning& tuning) {
+                                              const Mamba2Tuning& asked) {
+  Mamba2Tuning tuning = asked;
+  if (tuning.tiles_per_run == 0 && forced_run_tiles() != 0) {
+    tuning.tiles_per_run = forced_run_tiles();
+    tuning.tail_rows = static_cast<int>((p.row_count + 1) / 2);
+  }
   if (p.groups > kMostInGrid) {
     return unsupported(p.groups, " groups; a launch allows ", kMostInGrid);
   }
@@ -213,28 +229,22 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
   }
   // Tried in this order: the first with the wanted warps per multiprocessor wins, else the one with
   // most.
-  enum class Steps { kAll, kTwoByteDrafts, kTwoByteTokens };  // what a candidate is for
   struct Candidate {
     int warps, stages;
-    Steps steps;
     const char* reason;
   };
-  // Measured on an H200: three stages are worth 2% to drafts on two-byte states, blocks of two
-  // warps 1% to one token on them, where there are many.
   static constexpr Candidate kCandidates[] = {
-      {2, 2, Steps::kTwoByteTokens, "blocks of two warps: one waits less for the other to end"},
-      {4, 3, Steps::kTwoByteDrafts, "three stages per warp: drafts use tiles in bursts"},
-      {4, 2, Steps::kAll, "two stages per warp: one is loaded while the other is used"},
-      {4, 1, Steps::kAll, "one stage per warp: all there is room for"},
-      {3, 1, Steps::kAll, "a fourth warp would cost a resident block"},
-      {2, 1, Steps::kAll, "long windows leave room for two warps"},
-      {1, 1, Steps::kAll, "long windows leave room for one warp"},
+      {4, 3, "three stages per warp: drafts use tiles in bursts"},
+      {4, 2, "two stages per warp: one is loaded while the other is used"},
+      {4, 1, "one stage per warp: all there is room for"},
+      {3, 1, "a fourth warp would cost a resident block"},
+      {2, 1, "long windows leave room for two warps"},
+      {1, 1, "long windows leave room for one warp"},
   };
-  Steps special = Steps::kAll;
-  if (size_of(p.checkpoint) == 2 && p.copy.format == ReadCopyFormat::kNone) {
-    if (mamba2_variant(p) == Mamba2Variant::kSmall) special = Steps::kTwoByteDrafts;
-    if (mamba2_variant(p) == Mamba2Variant::kOneToken) special = Steps::kTwoByteTokens;
-  }
+  // Measured on an H200: worth 3% to drafts on two-byte states, which leave the room.
+  const bool may_have_three = size_of(p.checkpoint) == 2 &&
+                              p.copy.format == ReadCopyFormat::kNone &&
+                              mamba2_variant(p) == Mamba2Variant::kSmall;
   const int resident_blocks = mamba2_resident_blocks(mamba2_variant(p));
   const int resident_warps = kMamba2MaxWarps * resident_blocks;
 
@@ -242,7 +252,7 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
   int most_warps = 0;
   std::int32_t least_bytes = std::numeric_limits<std::int32_t>::max();
   for (const Candidate& candidate : kCandidates) {
-    if (candidate.steps != Steps::kAll && candidate.steps != special) continue;
+    if (candidate.stages == 3 && !may_have_three) continue;
     Mamba2CudaConfig config;
     config.variant = mamba2_variant(p);
     Mamba2Launch& launch = config.launch;
@@ -264,10 +274,6 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
     launch.warps = std::min(launch.warps, launch.runs_per_group);
     config.blocks_per_group = (launch.runs_per_group + launch.warps - 1) / launch.warps;
     config.blocks = config.blocks_per_group * p.groups * p.row_count;
-    if (candidate.steps == Steps::kTwoByteTokens &&
-        !has_many_waves(config.blocks, resident_warps / candidate.warps, device)) {
-      continue;
-    }
     launch.shared = plan_shared(p, launch);
     config.blocks_per_multiprocessor =
         blocks_that_fit(device, launch.shared.bytes, launch.warps, resident_warps);

@@ -44,7 +44,7 @@ class Mamba2StepKernel
       private Mamba2Lanes<State, Act, kStateSize> {
   using Base = Mamba2Window<State, Act, kStateSize, kTokenBlocks, kWindowSteps, kCopy>;
   using Base::c, Base::c_float, Base::copy_columns, Base::fill_table, Base::g;
-  using Base::copy_in_memory, Base::copy_in_stage, Base::time_step, Base::token_b, Base::token_c;
+  using Base::copy_in_memory, Base::time_step, Base::token_b, Base::token_c;
   using Base::first_stage, Base::first_tile, Base::gate, Base::kind, Base::lane, Base::launch;
   using Base::kActPerChunk, Base::kBChunks, Base::kBlocks, Base::kF16Products, Base::kHasCopy;
   using Base::kDefers, Base::load_deferred, Base::load_head, Base::store_deferred;
@@ -138,10 +138,14 @@ class Mamba2StepKernel
           if constexpr (kHasCopy) encode_copy(at, stage.at);
         }
         const bool has_state = kKind == PlannedRow::kFlush || !zero;
+        CopyTile copy{};
+        if constexpr (kHasCopy) {
+          copy = Copy::moved(this->template copy_in_stage<kKind>(stage.at), in_stage);
+        }
         if constexpr (!kOneToken) {
-          output_tile(at, stage.at, in_stage, x, kKind == PlannedRow::kFlush ? live : 0, has_state);
+          output_tile(at, stage.at, copy, x, kKind == PlannedRow::kFlush ? live : 0, has_state);
         } else if constexpr (!kOnePlain) {
-          output_one_multiplied(at, stage.at, in_stage, x, kKind == PlannedRow::kFlush ? live : 0,
+          output_one_multiplied(at, stage.at, copy, x, kKind == PlannedRow::kFlush ? live : 0,
                                 has_state);
         } else {
           output_one_token(at, stage.at, x, has_state);
@@ -193,7 +197,8 @@ class Mamba2StepKernel
 
   /// Writes the read copy of a staged tile that has changed, to memory and over the tile.
   __device__ __forceinline__ void encode_copy(const Position& at, unsigned char* from) const {
-    Copy::encode_tile(stage_state(from), copy_in_memory(at), copy_in_stage(from), lane);
+    Copy::encode_tile(stage_state(from), copy_in_memory(at),
+                      this->template copy_in_stage<PlannedRow::kFlush>(from), lane);
     ptx::fence_proxy_async();
   }
 
@@ -242,8 +247,8 @@ class Mamba2StepKernel
 
   /// The same on the tensor cores, for what needs no splitting: a read copy, a two-byte state.
   __device__ __forceinline__ void output_one_multiplied(const Position& at, unsigned char* from,
-                                                        int tile, const Act* x, int first,
-                                                        bool has_state) {
+                                                        const CopyTile& copy, const Act* x,
+                                                        int first, bool has_state) {
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int s = 0; s < kWindowSteps; ++s) {
@@ -256,7 +261,7 @@ class Mamba2StepKernel
     if (has_state) {
       float of_state[2];
       if constexpr (kHasCopy) {
-        Copy::multiply_one(Copy::moved(copy_in_stage(from), tile), lane, copy_columns[0], of_state);
+        Copy::multiply_one(copy, lane, copy_columns[0], of_state);
       } else {
         float y[kBlocks][4] = {};
         multiply_state(stage_state(from), y);
@@ -279,9 +284,10 @@ class Mamba2StepKernel
 
   // ---- Outputs of several tokens ----
 
-  /// `tile`: of those in the stage.
-  __device__ __forceinline__ void output_tile(const Position& at, unsigned char* from, int tile,
-                                              const Act* x, int first, bool has_state) {
+  /// `copy`: of the tile, if it has one.
+  __device__ __forceinline__ void output_tile(const Position& at, unsigned char* from,
+                                              const CopyTile& copy, const Act* x, int first,
+                                              bool has_state) {
     float y[kTokenBlocks][4];
 #pragma unroll
     for (int k = 0; k < kTokenBlocks; ++k) {
@@ -290,8 +296,7 @@ class Mamba2StepKernel
     }
     if (has_state) {
       if constexpr (kHasCopy) {
-        Copy::template multiply<kTokenBlocks>(Copy::moved(copy_in_stage(from), tile), lane,
-                                              copy_columns, y);
+        Copy::template multiply<kTokenBlocks>(copy, lane, copy_columns, y);
       } else {
         multiply_state(stage_state(from), y);
       }

@@ -81,8 +81,11 @@ class Mamba2Pipeline : protected Mamba2Row<State, Act, kStateSize> {
     return ReadCopyTiles<kCopy>::in_memory(p.copy, slot, at.head, launch.head_dim, at.p0,
                                            kStateSize);
   }
+  /// The first tile of a copy in a stage: of those that a replaying row reads, or of the one that
+  /// others encode over its tile.
+  template <Kind kKind>
   __device__ __forceinline__ CopyTile copy_in_stage(unsigned char* stage) const {
-    return Copy::in_stage(stage, kStateSize, 0, launch.copy_tiles);
+    return Copy::in_stage(stage, kStateSize, 0, kReadsCopy<kKind> ? launch.copy_tiles : 1);
   }
   // ---- Loading ----
 
@@ -136,7 +139,8 @@ class Mamba2Pipeline : protected Mamba2Row<State, Act, kStateSize> {
     if (tiles <= 0) return;
     if constexpr (kReadsCopy<kKind>) {
       if (!zero) {
-        Copy::load(copy_ahead, copy_in_stage(stage.at), kStateSize, tiles, stage.barrier, lane);
+        Copy::load(copy_ahead, copy_in_stage<kKind>(stage.at), kStateSize, tiles, stage.barrier,
+                   lane);
       }
       copy_ahead = Copy::moved(copy_ahead, tiles);
       if (lane == 0) ptx::mbarrier_arrive(stage.barrier);
