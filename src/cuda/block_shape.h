@@ -15,6 +15,11 @@ constexpr std::int64_t round_up_to(std::int64_t bytes, std::int64_t multiple) {
   return (bytes + multiple - 1) / multiple * multiple;
 }
 
+/// Blocks that the device holds at once, `resident` of them on a multiprocessor.
+constexpr std::int64_t wave_of(int resident, const CudaDeviceInfo& device) {
+  return std::int64_t{resident} * device.multiprocessors;
+}
+
 /// What a family's configuration has from the device once its blocks are counted. Its launch is to
 /// overlap with the one before it (cuda/language.cuh) where blocks of two such find room together;
 /// else those that come early fill the multiprocessors that are free first, and the work is shared
@@ -22,9 +27,8 @@ constexpr std::int64_t round_up_to(std::int64_t bytes, std::int64_t multiple) {
 template <typename Config>
 void suit_to_device(const CudaDeviceInfo& device, Config& config) {
   config.shared_limit = static_cast<std::int32_t>(device.shared_per_block);
-  config.overlaps =
-      device.compute_capability >= 90 &&
-      2 * config.blocks <= std::int64_t{config.blocks_per_multiprocessor} * device.multiprocessors;
+  config.overlaps = device.compute_capability >= 90 &&
+                    2 * config.blocks <= wave_of(config.blocks_per_multiprocessor, device);
 }
 
 /// 2^31 / divisor, rounded up: __umulhi(2 n, reciprocal) is n / divisor where n times divisor is

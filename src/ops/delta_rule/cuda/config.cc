@@ -85,10 +85,10 @@ DeltaRuleShared plan_shared(const DeltaRuleCudaParams& p, const DeltaRuleLaunch&
   plan.head = layout.take((channels ? 1 : launch.warps) * std::int64_t{plan.head_bytes});
   plan.barriers = layout.take(8 * (launch.warps + 1));
   if (launch.warps <= 2 * chunk) {
-    // Behind the raw tokens, whose pitch leaves room.
+    // In the gaps behind the raw tokens.
     plan.run = static_cast<std::int32_t>(plan.raw_tokens + p.shape.key_dim * act_bytes);
     plan.run_pitch = static_cast<std::int32_t>(launch.act_pitch * act_bytes);
-    static_assert(sizeof(DeltaRuleRun) <= 64);
+    static_assert(sizeof(DeltaRuleRun) <= kDeltaRuleVectorGap);
   } else {
     plan.run_pitch = static_cast<std::int32_t>(sizeof(DeltaRuleRun));
     plan.run = layout.take(std::int64_t{launch.warps} * plan.run_pitch);
@@ -257,8 +257,8 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
     launch = cut_heads(p, kDeltaRuleTileRows, tiles != 0 ? tiles : candidate.tiles,
                        tuning.warps != 0 ? tuning.warps : candidate.warps);
     count_blocks(p, config);
+    const bool draft = config.variant == DeltaRuleVariant::kDraft;
     if (!asked && candidate.tiles > 1) {
-      const bool draft = config.variant == DeltaRuleVariant::kDraft;
       if (candidate.warps > 4 && size_of(p.checkpoint) == 2) continue;
       if (candidate.tiles > 4 && !draft) continue;
       // Every channel's decay is prepared per head: a block with few warps takes too long over it.
@@ -272,8 +272,8 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
     least_bytes = std::min(least_bytes, launch.shared.bytes);
     if (config.blocks_per_multiprocessor == 0) continue;
     // Long drafts may leave room for one block of eight warps: two of four are better.
-    if (!asked && config.variant == DeltaRuleVariant::kDraft && candidate.warps > 4 &&
-        candidate.tiles > 1 && config.blocks_per_multiprocessor < kDeltaRuleResidentBlocks) {
+    if (!asked && draft && candidate.warps > 4 && candidate.tiles > 1 &&
+        config.blocks_per_multiprocessor < kDeltaRuleResidentBlocks) {
       continue;
     }
     config.reason = asked ? "as asked" : candidate.reason;

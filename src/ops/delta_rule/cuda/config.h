@@ -52,10 +52,12 @@ constexpr int delta_rule_column_blocks(DeltaRuleVariant variant) {
 constexpr int delta_rule_chunk(DeltaRuleVariant variant) {
   return variant == DeltaRuleVariant::kSingle ? 2 : 4 * delta_rule_column_blocks(variant);
 }
-/// Elements from one vector of keys or columns in shared memory to the next: the lanes that read
+/// Bytes between a vector of keys or columns in shared memory and the next: the lanes that read
 /// several vectors together do not share banks.
+inline constexpr int kDeltaRuleVectorGap = 64;
+/// Elements from one such vector to the next.
 constexpr int delta_rule_vector_pitch(int key_dim, int element_bytes) {
-  return key_dim + 64 / element_bytes;
+  return key_dim + kDeltaRuleVectorGap / element_bytes;
 }
 
 /// Where a run's data lies, from its first row on. A warp looks these up in shared memory for every

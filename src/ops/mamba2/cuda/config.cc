@@ -120,7 +120,7 @@ void cut_runs(const Mamba2CudaParams& p, const CudaDeviceInfo& device, const Mam
 void cut_tail(const Mamba2CudaParams& p, const CudaDeviceInfo& device, const Mamba2Tuning& tuning,
               Mamba2CudaConfig& config) {
   Mamba2Launch& launch = config.launch;
-  const std::int64_t wave = std::int64_t{config.blocks_per_multiprocessor} * device.multiprocessors;
+  const std::int64_t wave = wave_of(config.blocks_per_multiprocessor, device);
   const std::int64_t row_blocks = config.blocks_per_group * p.groups;
   std::int64_t rows = tuning.tail_rows;
   if (rows == 0 && p.copy.format != ReadCopyFormat::kNone && config.blocks >= 2 * wave) {
@@ -145,7 +145,7 @@ bool waits_for_memory(const Mamba2CudaParams& p) {
          p.copy.format == ReadCopyFormat::kNone;
 }
 bool has_many_waves(std::int64_t blocks, int resident_blocks, const CudaDeviceInfo& device) {
-  return blocks >= std::int64_t{4} * resident_blocks * device.multiprocessors;
+  return blocks >= 4 * wave_of(resident_blocks, device);
 }
 
 bool has_direct_kernel(const Mamba2CudaParams& p) {

@@ -87,6 +87,7 @@ class Mamba2Pipeline : protected Mamba2Row<State, Act, kStateSize> {
   __device__ __forceinline__ CopyTile copy_in_stage(unsigned char* stage) const {
     return Copy::in_stage(stage, kStateSize, 0, kReadsCopy<kKind> ? launch.copy_tiles : 1);
   }
+
   // ---- Loading ----
 
   // Pointers into tiles move along with the tiles, so that a tile costs additions only.
