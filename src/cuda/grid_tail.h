@@ -44,13 +44,13 @@ struct GridPlace {
   bool in_tail;
 };
 
-/// `x`, `z`: the block's indices; `extent`: of the first axis.
-RSSM_ALWAYS_INLINE RSSM_HOST_DEVICE GridPlace grid_place(const GridTail& tail, std::int32_t x,
-                                                         std::int32_t z, std::int32_t extent) {
-  if (z < tail.first_row) return {z, x, false};
-  const std::int32_t after = z - tail.first_row;
+/// `block` of the `blocks` at `place` of the grid's third axis.
+RSSM_ALWAYS_INLINE RSSM_HOST_DEVICE GridPlace grid_place(const GridTail& tail, std::int32_t block,
+                                                         std::int32_t place, std::int32_t blocks) {
+  if (place < tail.first_row) return {place, block, false};
+  const std::int32_t after = place - tail.first_row;
   const std::int32_t row = after >> tail.parts_log2;
-  return {tail.first_row + row, (after - (row << tail.parts_log2)) * extent + x, true};
+  return {tail.first_row + row, (after - (row << tail.parts_log2)) * blocks + block, true};
 }
 
 }  // namespace replayssm::cuda

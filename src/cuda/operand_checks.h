@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 
 #include "replayssm/cursor.h"
 #include "replayssm/dtype.h"
@@ -17,18 +18,30 @@ inline Status check_pointer(const char* name, const void* at) {
   return invalid_argument(name, " is at an address that is ", rest, " mod 16, expected 0");
 }
 
+/// Kernels multiply indices by strides of 32 bits, to 64 (state/cuda/row_of_step.cuh), but for
+/// slots'.
+inline Status check_reach(const char* name, std::int64_t elements) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  if (elements >= -kMost && elements <= kMost) return {};
+  return unsupported(name, " is ", elements, " elements, kernels take up to ", kMost);
+}
+
+/// Of what is moved 16 bytes at a time.
 struct Stride {
   const char* name;
   std::int64_t elements;
   DType dtype;
+  bool of_slots = false;
 };
 
 inline Status check_strides(std::initializer_list<Stride> strides) {
   for (const Stride& s : strides) {
     const std::int64_t bytes = s.elements * static_cast<std::int64_t>(size_of(s.dtype));
-    if (bytes % 16 == 0) continue;
-    return invalid_argument(s.name, " is ", s.elements, " elements or ", bytes,
-                            " bytes, expected a multiple of 16 bytes");
+    if (bytes % 16 != 0) {
+      return invalid_argument(s.name, " is ", s.elements, " elements or ", bytes,
+                              " bytes, expected a multiple of 16 bytes");
+    }
+    if (!s.of_slots) RSSM_RETURN_IF_ERROR(check_reach(s.name, s.elements));
   }
   return {};
 }
@@ -48,6 +61,10 @@ inline Status check_step_limits(const ReplayLimits& limits, std::int64_t rows,
   }
   if (rows < 0 || tokens < 0) {
     return invalid_argument(rows, " rows and ", tokens, " tokens, expected none negative");
+  }
+  constexpr std::int64_t kMostTokens = std::numeric_limits<std::int32_t>::max();
+  if (tokens > kMostTokens) {
+    return unsupported(tokens, " tokens in a step, kernels take up to ", kMostTokens);
   }
   return {};
 }

@@ -25,10 +25,17 @@ inline Status no_step_kernel(DType checkpoint, DType activation, ReadCopyFormat 
                      "read copies of f32 and bf16 checkpoints with bf16 activations");
 }
 
-/// What the block has of a step whose grid is (blocks of a row, groups, places of rows).
+// A step's grid is (groups, blocks of a group, places of rows). Blocks go to multiprocessors in
+// turn, and rows that flush have work for the first blocks of a group only: were those the ones
+// that follow each other, every flush would be done by a few multiprocessors.
+
+__device__ __forceinline__ int group_of_block() { return static_cast<int>(blockIdx.x); }
+__device__ __forceinline__ int block_in_group() { return static_cast<int>(blockIdx.y); }
+
+/// What the block has of a grid that may be cut finer at its end.
 __device__ __forceinline__ GridPlace place_of_block(const GridTail& tail) {
-  return grid_place(tail, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.z),
-                    static_cast<int>(gridDim.x));
+  return grid_place(tail, block_in_group(), static_cast<int>(blockIdx.z),
+                    static_cast<int>(gridDim.y));
 }
 
 /// What a step's kernel begins with: its parameters are brought to the constant cache while there
@@ -47,17 +54,20 @@ __device__ __forceinline__ void begin_step_kernel(const Params& params, const La
   ptx::let_next_kernel_begin();
 }
 
-/// Launches a step's kernel over blocks (`blocks`, `groups`, places of rows), as many rows at a
+/// Launches a step's kernel over `groups` of `blocks` each and places of rows, as many rows at a
 /// time as a grid takes. `Config`: a family's, whose launch has warps and shared.bytes, and which
 /// says whether the launch overlaps with the one before it.
 template <typename Params, typename Launch, typename Config>
 Status launch_step_kernel(const char* name, void (*kernel)(Params, Launch), const Params& params,
-                          const Config& config, int max_warps, std::int64_t blocks,
-                          std::int64_t groups, const GridTail& tail, cudaStream_t stream) {
+                          const Config& config, int max_warps, std::int64_t groups,
+                          std::int64_t blocks, const GridTail& tail, cudaStream_t stream) {
   if (config.blocks == 0) return {};
   const Launch& launch = config.launch;
   if (launch.warps < 1 || launch.warps > max_warps) {
     return invalid_argument("warps per block is ", launch.warps, ", expected 1 to ", max_warps);
+  }
+  if (blocks > kMostInGrid) {
+    return unsupported(blocks, " blocks for the heads of a group; a launch allows ", kMostInGrid);
   }
   // The device's limit, not this launch's need: the attribute is the kernel's, and another thread's
   // launch may need more.
@@ -69,7 +79,7 @@ Status launch_step_kernel(const char* name, void (*kernel)(Params, Launch), cons
   for (std::int64_t first = 0; first < params.row_count; first += kMostInGrid) {
     slice.rows = params.rows + first;
     slice.row_count = std::min(kMostInGrid, params.row_count - first);
-    const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(groups),
+    const dim3 grid(static_cast<unsigned>(groups), static_cast<unsigned>(blocks),
                     static_cast<unsigned>(tail.places(slice.row_count)));
     const dim3 threads(static_cast<unsigned>(launch.warps * kWarpLanes));
     const auto shared_bytes = static_cast<std::size_t>(launch.shared.bytes);

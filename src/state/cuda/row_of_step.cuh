@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cuda/ptx/multiply.cuh"
 #include "replayssm/cursor.h"
 #include "state/cuda/step.h"
 
@@ -20,13 +21,13 @@ class RowOfStep {
     PlannedRow r;
     memcpy(&r, words, sizeof(r));
     kind = r.kind;
-    token_begin = r.token_begin;
-    token_count = r.token_count;
+    token_begin = static_cast<int>(r.token_begin);
+    token_count = static_cast<int>(r.token_count);
     slot = r.slot;
     live = r.live;
     first_place = r.first_place;
     zero = r.zero;
-    own = kind == PlannedRow::kCommitted ? 0 : static_cast<int>(token_count);
+    own = kind == PlannedRow::kCommitted ? 0 : token_count;
   }
 
   /// Without tokens there is nothing to do but fold.
@@ -40,8 +41,29 @@ class RowOfStep {
     return at < places ? at : at - places;
   }
 
+  /// An index times its axis' stride, by one instruction to 64 bits where their product takes four:
+  /// all strides but those of slots fit in 32 (cuda/operand_checks.h).
+  static __device__ __forceinline__ std::int64_t offset(int index, std::int64_t stride) {
+    return ptx::multiply_wide(index, static_cast<std::int32_t>(stride));
+  }
+
+  /// Items along an axis.
+  template <typename T>
+  struct Axis {
+    T* from;
+    int index;
+    std::int64_t stride;
+  };
+  /// The item of one or the other, without a branch: lanes differ.
+  template <typename T>
+  static __device__ __forceinline__ T* item_of(bool first, const Axis<T>& a, const Axis<T>& b) {
+    T* const from = first ? a.from : b.from;
+    const auto stride = static_cast<std::int32_t>(first ? a.stride : b.stride);
+    return from + offset(first ? a.index : b.index, stride);
+  }
+
   int places;  // of the ring
-  std::int64_t token_begin, token_count;
+  int token_begin, token_count;
   int slot;
   int live;         // records to replay or fold
   int first_place;  // of the oldest

@@ -217,9 +217,6 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
                                                      const CudaDeviceInfo& device,
                                                      const DeltaRuleTuning& tuning) {
   const int tiles = tuning.tiles != 0 ? tuning.tiles : forced_run_tiles();
-  if (p.shape.key_heads > kMostInGrid) {
-    return unsupported(p.shape.key_heads, " key heads; a launch allows ", kMostInGrid);
-  }
   if (has_direct_kernel(p)) {
     constexpr std::int64_t kMostRows = 192;  // measured on an H200
     RSSM_ASSIGN_OR_RETURN(

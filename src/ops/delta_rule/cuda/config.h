@@ -134,7 +134,7 @@ struct DeltaRuleTuning {
 struct DeltaRuleCudaConfig {
   DeltaRuleVariant variant = DeltaRuleVariant::kAny;
   DeltaRuleLaunch launch;
-  // The grid: blocks of a key head's runs, key heads, rows.
+  // The grid: key heads, blocks of a key head's runs, rows.
   std::int32_t blocks_per_key = 0;
   std::int64_t blocks = 0;
   int blocks_per_multiprocessor = 0;  // that fit

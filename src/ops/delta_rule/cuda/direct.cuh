@@ -96,8 +96,8 @@ class DeltaRuleDirectKernel
   __device__ __forceinline__ int chunk() const {
     return kSingleTokens ? 1 : static_cast<int>(p.limits.draft_capacity);
   }
-  __device__ __forceinline__ int chunk_length(std::int64_t first) const {
-    return kSingleTokens ? 1 : static_cast<int>(min(token_count - first, std::int64_t{chunk()}));
+  __device__ __forceinline__ int chunk_length(int first) const {
+    return kSingleTokens ? 1 : min(token_count - first, chunk());
   }
 
   __device__ __forceinline__ void load_values() const {
@@ -108,7 +108,7 @@ class DeltaRuleDirectKernel
                          ring + value_offset(i / kRowChunks) + offset);
     }
   }
-  __device__ __forceinline__ void load_token_values(std::int64_t first, int count) const {
+  __device__ __forceinline__ void load_token_values(int first, int count) const {
     if (lane >= count * kRowChunks) return;
     const int offset = lane % kRowChunks * kActPerChunk;
     ptx::copy_async_16(values(live + lane / kRowChunks) + offset,
@@ -119,7 +119,7 @@ class DeltaRuleDirectKernel
     TokenGates token;
     float rate, bias;  // where every channel has its own decay
   };
-  __device__ __forceinline__ Gates load_chunk(std::int64_t first) const {
+  __device__ __forceinline__ Gates load_chunk(int first) const {
     const int count = chunk_length(first);
     load_tokens(first, count);
     load_token_values(first, count);
@@ -130,7 +130,7 @@ class DeltaRuleDirectKernel
   }
 
   /// What the loaded tokens first.. have in common for all rows.
-  __device__ __forceinline__ void prepare_chunk(std::int64_t first, const Gates& gates) const {
+  __device__ __forceinline__ void prepare_chunk(int first, const Gates& gates) const {
     const int count = chunk_length(first);
     const bool append = own > 0 && is_first_of_key();
     scale_tokens(count, true);
@@ -146,7 +146,7 @@ class DeltaRuleDirectKernel
     GateParameters channel;
     float gate;  // of the thread's channel
   };
-  __device__ __forceinline__ SingleToken load_token(std::int64_t t) const {
+  __device__ __forceinline__ SingleToken load_token(int t) const {
     SingleToken out{};
     if (t >= token_count) return out;
     if (first_column() < 2) {
@@ -162,7 +162,7 @@ class DeltaRuleDirectKernel
     load_token_values(t, 1);
     return out;
   }
-  __device__ __forceinline__ void prepare_token(std::int64_t t, const SingleToken& loaded) const {
+  __device__ __forceinline__ void prepare_token(int t, const SingleToken& loaded) const {
     if (t >= token_count) return;
     const bool append = own > 0 && is_first_of_key();
     const int c = first_column();
@@ -210,7 +210,7 @@ class DeltaRuleDirectKernel
     return packed;
   }
   /// The same for a chunk behind the first one.
-  __device__ __forceinline__ void bring_chunk(std::int64_t first) const {
+  __device__ __forceinline__ void bring_chunk(int first) const {
     __syncthreads();  // the chunk before is done with
     if constexpr (kSingleTokens) {
       prepare_token(first, load_token(first));
@@ -231,7 +231,7 @@ class DeltaRuleDirectKernel
     widen_tile(packed, tile);
     if (live > 0) fold_live(tile);
 #pragma unroll 1
-    for (std::int64_t first = 0; first < token_count; first += chunk()) {
+    for (int first = 0; first < token_count; first += chunk()) {
       if (first > 0) {
         bring_chunk(first);
         __syncthreads();
@@ -249,7 +249,7 @@ class DeltaRuleDirectKernel
     round_tile(tile);
   }
 
-  __device__ __forceinline__ void advance_tokens(std::int64_t first, Tile& tile) const {
+  __device__ __forceinline__ void advance_tokens(int first, Tile& tile) const {
     const int count = chunk_length(first);
     const int row = result_row();
     const bool writes = lane % kRowLanes == 0;

@@ -279,8 +279,8 @@ class DeltaRuleStepKernel
     for (int b = 0; b < kBlocks; ++b) {
       const int t = 4 * b + q;
       if (t >= own || tile >= run_length()) continue;
-      values.v[b][0] = from[t * p.v_token_stride];
-      values.v[b][1] = from[t * p.v_token_stride + 8];
+      values.v[b][0] = from[Row::offset(t, p.v_token_stride)];
+      values.v[b][1] = from[Row::offset(t, p.v_token_stride) + 8];
     }
     return values;
   }
@@ -525,7 +525,7 @@ class DeltaRuleStepKernel
     for (int b = 0; b < kBlocks; ++b) {
       const int t = 4 * b + q;
       if (t >= own) break;
-      Act* o_at = o + t * p.o_token_stride;
+      Act* o_at = o + Row::offset(t, p.o_token_stride);
       o_at[0] = narrow<Act>(sums[b][1]);
       o_at[8] = narrow<Act>(sums[b][3]);
       const int offset = value_offset(live + t);
@@ -553,8 +553,8 @@ class DeltaRuleStepKernel
     __syncwarp();
   }
 
-  __device__ __forceinline__ int chunk_length(std::int64_t first) const {
-    return static_cast<int>(min(token_count - first, std::int64_t{kMaxTokens}));
+  __device__ __forceinline__ int chunk_length(int first) const {
+    return min(token_count - first, kMaxTokens);
   }
 
   /// v of a committed row's first token for a pass.
@@ -597,7 +597,7 @@ class DeltaRuleStepKernel
   }
 
   /// What the loaded tokens first.. have in common for all tiles.
-  __device__ __forceinline__ void prepare_chunk(std::int64_t first,
+  __device__ __forceinline__ void prepare_chunk(int first,
                                                 const GateParameters& own_channel) const {
     const int count = chunk_length(first);
     scale_tokens(count, true);
@@ -621,7 +621,7 @@ class DeltaRuleStepKernel
     }
     float next_v = first_v;
 #pragma unroll 1
-    for (std::int64_t first = 0; first < token_count; first += kMaxTokens) {
+    for (int first = 0; first < token_count; first += kMaxTokens) {
       const int count = chunk_length(first);
       if (first > 0 || again) {
         __syncthreads();  // the chunk before is done with

@@ -64,8 +64,8 @@ DeltaRuleKernelFunction find_kernel(const DeltaRuleCudaParams& p, DeltaRuleVaria
 Status launch_step(const DeltaRuleCudaParams& params, const DeltaRuleCudaConfig& config,
                    cudaStream_t stream) {
   return launch_step_kernel("step of the delta rule", find_kernel(params, config.variant), params,
-                            config, kDeltaRuleMaxWarps, config.blocks_per_key,
-                            params.shape.key_heads, GridTail{}, stream);
+                            config, kDeltaRuleMaxWarps, params.shape.key_heads,
+                            config.blocks_per_key, GridTail{}, stream);
 }
 
 }  // namespace
@@ -93,19 +93,22 @@ Status validate_delta_rule(const DeltaRuleCudaParams& p) {
     RSSM_RETURN_IF_ERROR(check_pointer("beta ring", p.ring_beta));
   }
   RSSM_RETURN_IF_ERROR(
-      check_strides({{"state slot stride", p.state_slot_stride, p.checkpoint},
+      check_strides({{"state slot stride", p.state_slot_stride, p.checkpoint, true},
                      {"state head stride", p.state_head_stride, p.checkpoint},
-                     {"k ring slot stride", p.ring_k_slot_stride, p.activation},
+                     {"k ring slot stride", p.ring_k_slot_stride, p.activation, true},
                      {"k ring head stride", p.ring_k_head_stride, p.activation},
-                     {"v ring slot stride", p.ring_v_slot_stride, p.activation},
+                     {"v ring slot stride", p.ring_v_slot_stride, p.activation, true},
                      {"v ring head stride", p.ring_v_head_stride, p.activation},
-                     {"delta ring slot stride", p.ring_delta_slot_stride, p.activation},
+                     {"delta ring slot stride", p.ring_delta_slot_stride, p.activation, true},
                      {"delta ring head stride", p.ring_delta_head_stride, p.activation}}));
   if (p.shape.channel_decay) {
     RSSM_RETURN_IF_ERROR(
-        check_strides({{"decay ring slot stride", p.ring_decay_slot_stride, DType::kF32},
+        check_strides({{"decay ring slot stride", p.ring_decay_slot_stride, DType::kF32, true},
                        {"decay ring head stride", p.ring_decay_head_stride, DType::kF32}}));
   }
+  RSSM_RETURN_IF_ERROR(check_reach("k scale ring head stride", p.ring_k_scale_head_stride));
+  RSSM_RETURN_IF_ERROR(check_reach("decay ring head stride", p.ring_decay_head_stride));
+  RSSM_RETURN_IF_ERROR(check_reach("beta ring head stride", p.ring_beta_head_stride));
   if (p.token_count == 0) return {};
   RSSM_RETURN_IF_ERROR(check_pointer("q", p.q));
   RSSM_RETURN_IF_ERROR(check_pointer("k", p.k));
@@ -118,6 +121,11 @@ Status validate_delta_rule(const DeltaRuleCudaParams& p) {
     RSSM_RETURN_IF_ERROR(check_strides({{"a token stride", p.gate_token_stride, gate},
                                         {"a head stride", p.gate_head_stride, gate}}));
   }
+  RSSM_RETURN_IF_ERROR(check_reach("a token stride", p.gate_token_stride));
+  RSSM_RETURN_IF_ERROR(check_reach("a head stride", p.gate_head_stride));
+  RSSM_RETURN_IF_ERROR(check_reach("b token stride", p.beta_token_stride));
+  RSSM_RETURN_IF_ERROR(check_reach("o token stride", p.o_token_stride));
+  RSSM_RETURN_IF_ERROR(check_reach("o head stride", p.o_head_stride));
   return check_strides({{"q token stride", p.q_token_stride, p.activation},
                         {"q head stride", p.q_head_stride, p.activation},
                         {"k token stride", p.k_token_stride, p.activation},

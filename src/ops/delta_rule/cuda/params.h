@@ -1,6 +1,6 @@
 // What a CUDA step of the delta rule reads and writes: device pointers and strides, nothing else.
-// Strides count elements and are 64-bit; a stride never implies a size. The innermost dimension is
-// contiguous everywhere, and (value_dim, key_dim) of a checkpoint is.
+// Strides count elements, and those of slots may exceed 32 bits; a stride never implies a size. The
+// innermost dimension is contiguous everywhere, and (value_dim, key_dim) of a checkpoint is.
 #pragma once
 
 #include <cstdint>

@@ -116,7 +116,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   }
 
   /// k, q (and gates of channels) of tokens first..
-  __device__ __forceinline__ void load_tokens(std::int64_t first, int count) const {
+  __device__ __forceinline__ void load_tokens(int first, int count) const {
     constexpr int kSize = static_cast<int>(sizeof(Act));
     copy_vectors(raw_token(0), act_pitch(), 2 * count, kSize, [&](int c) {
       return c % 2 == 0 ? token_k(first + c / 2) : token_q(first + c / 2);
@@ -124,13 +124,13 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     if constexpr (kChannelDecay) load_channel_gates(first, count);
   }
   /// Every warp those that it prepares itself (prepare_channels), for which it needs no barrier.
-  __device__ __forceinline__ void load_channel_gates(std::int64_t first, int count) const {
+  __device__ __forceinline__ void load_channel_gates(int first, int count) const {
     const auto* from = static_cast<const unsigned char*>(raw_gate(first).at) + lane * 16;
-    const std::int64_t token_bytes = p.gate_token_stride * gate_bytes();
     for_channels(count, [&](int t, int n) {
       if (lane * 16 >= channels_from(n) * gate_bytes()) return;
-      ptx::copy_async_16(raw_channel_gates(t, n) + lane * 16,
-                         from + t * token_bytes + n * gate_bytes());
+      ptx::copy_async_16(
+          raw_channel_gates(t, n) + lane * 16,
+          from + Row::offset(t * gate_bytes(), p.gate_token_stride) + n * gate_bytes());
     });
   }
   __device__ __forceinline__ int gate_bytes() const {
@@ -361,7 +361,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
       return raw.load();
     }
   }
-  __device__ __forceinline__ TokenGates load_token_gates(std::int64_t first, int count) const {
+  __device__ __forceinline__ TokenGates load_token_gates(int first, int count) const {
     TokenGates out{};
     if (lane >= count || !prepares_head()) return out;
     out.beta = load_number(raw_beta(first + lane));
@@ -373,7 +373,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   }
   /// Betas of tokens first.. for the warp's head, and decays where a head has one, as entries after
   /// the live records. `append` records them.
-  __device__ __forceinline__ void prepare_token_gates(const TokenGates& loaded, std::int64_t first,
+  __device__ __forceinline__ void prepare_token_gates(const TokenGates& loaded, int first,
                                                       int count, bool append) const {
     static_assert(kMaxTokens <= kWarpLanes);
     if (lane >= count || !prepares_head()) return;

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/gates.cuh"
+#include "cuda/step_launch.cuh"
 #include "cuda/vector.cuh"
 #include "cuda/warp.cuh"
 #include "ops/delta_rule/cuda/config.h"
@@ -22,8 +23,8 @@ class DeltaRuleRow : protected RowOfStep {
     thread = static_cast<int>(threadIdx.x);
     lane = thread % kWarpLanes;
     warp = thread / kWarpLanes;
-    key_head = static_cast<int>(blockIdx.y);
-    const int run = static_cast<int>(blockIdx.x) * launch.warps + warp;
+    key_head = group_of_block();
+    const int run = block_in_group() * launch.warps + warp;
     // A key head's last block may have warps without a run.
     const bool has_run = run < launch.runs_per_key;
     const int head_in_key =
@@ -44,19 +45,19 @@ class DeltaRuleRow : protected RowOfStep {
     return tile_count > 0 && first_row == 0;
   }
   /// Exactly one block of a key head appends what the key head records once.
-  static __device__ __forceinline__ bool is_first_of_key() { return blockIdx.x == 0; }
+  static __device__ __forceinline__ bool is_first_of_key() { return block_in_group() == 0; }
 
   /// Makes this object's values new ones to the compiler. What a branch with many registers in use
   /// has to spill is then spilled there, and not where the other branches would have to load it.
   __device__ __forceinline__ void isolate() {
     asm volatile("" : "+r"(thread), "+r"(lane), "+r"(warp), "+r"(places), "+r"(key_head));
     asm volatile("" : "+r"(head), "+r"(first_row), "+r"(tile_count), "+r"(slot), "+r"(live));
-    asm volatile("" : "+r"(first_place), "+r"(own), "+l"(token_begin), "+l"(token_count));
+    asm volatile("" : "+r"(first_place), "+r"(own), "+r"(token_begin), "+r"(token_count));
   }
 
   __device__ __forceinline__ void zero_outputs() const {
     const int rows = tile_count * kRows;
-    for (std::int64_t t = 0; t < token_count; ++t) {
+    for (int t = 0; t < token_count; ++t) {
       for (int row = lane; row < rows; row += kWarpLanes) output(t)[row] = narrow<Act>(0.0f);
     }
   }
@@ -65,25 +66,25 @@ class DeltaRuleRow : protected RowOfStep {
 
   /// The run's first tile; others follow it.
   __device__ __forceinline__ State* state() const {
-    return static_cast<State*>(p.state) + slot * p.state_slot_stride + head * p.state_head_stride +
-           first_row * p.shape.key_dim;
+    return static_cast<State*>(p.state) + slot * p.state_slot_stride +
+           offset(head, p.state_head_stride) + offset(first_row, p.shape.key_dim);
   }
   __device__ __forceinline__ Act* ring_k(int entry) const {
     return static_cast<Act*>(p.ring_k) + slot * p.ring_k_slot_stride +
-           key_head * p.ring_k_head_stride + place(entry) * p.shape.key_dim;
+           offset(key_head, p.ring_k_head_stride) + offset(place(entry), p.shape.key_dim);
   }
   __device__ __forceinline__ float* ring_k_scale(int entry) const {
     return p.ring_k_scale + slot * p.ring_k_scale_slot_stride +
-           key_head * p.ring_k_scale_head_stride + place(entry);
+           offset(key_head, p.ring_k_scale_head_stride) + place(entry);
   }
   /// Place 0 of the rings of v and of deltas, and token 0 of v and o, from the run's first row on.
   __device__ __forceinline__ Act* ring_v() const {
-    return static_cast<Act*>(p.ring_v) + slot * p.ring_v_slot_stride + head * p.ring_v_head_stride +
-           first_row;
+    return static_cast<Act*>(p.ring_v) + slot * p.ring_v_slot_stride +
+           offset(head, p.ring_v_head_stride) + first_row;
   }
   __device__ __forceinline__ Act* ring_delta() const {
     return static_cast<Act*>(p.ring_delta) + slot * p.ring_delta_slot_stride +
-           head * p.ring_delta_head_stride + first_row;
+           offset(head, p.ring_delta_head_stride) + first_row;
   }
   /// From place 0 to the place of an entry.
   __device__ __forceinline__ int value_offset(int entry) const {
@@ -91,28 +92,28 @@ class DeltaRuleRow : protected RowOfStep {
   }
   /// Of the run's head.
   __device__ __forceinline__ float* ring_decay(int entry) const {
-    return p.ring_decay + slot * p.ring_decay_slot_stride + head * p.ring_decay_head_stride +
-           place(entry) * std::int64_t{launch.decays};
+    return p.ring_decay + slot * p.ring_decay_slot_stride + offset(head, p.ring_decay_head_stride) +
+           offset(place(entry), launch.decays);
   }
   __device__ __forceinline__ float* ring_beta(int entry) const {
-    return p.ring_beta + slot * p.ring_beta_slot_stride + head * p.ring_beta_head_stride +
+    return p.ring_beta + slot * p.ring_beta_slot_stride + offset(head, p.ring_beta_head_stride) +
            place(entry);
   }
-  __device__ __forceinline__ const Act* token_q(std::int64_t t) const {
-    return static_cast<const Act*>(p.q) + (token_begin + t) * p.q_token_stride +
-           key_head * p.q_head_stride;
+  __device__ __forceinline__ const Act* token_q(int t) const {
+    return static_cast<const Act*>(p.q) + offset(token_begin + t, p.q_token_stride) +
+           offset(key_head, p.q_head_stride);
   }
-  __device__ __forceinline__ const Act* token_k(std::int64_t t) const {
-    return static_cast<const Act*>(p.k) + (token_begin + t) * p.k_token_stride +
-           key_head * p.k_head_stride;
+  __device__ __forceinline__ const Act* token_k(int t) const {
+    return static_cast<const Act*>(p.k) + offset(token_begin + t, p.k_token_stride) +
+           offset(key_head, p.k_head_stride);
   }
-  __device__ __forceinline__ const Act* token_v(std::int64_t t) const {
-    return static_cast<const Act*>(p.v) + (token_begin + t) * p.v_token_stride +
-           head * p.v_head_stride + first_row;
+  __device__ __forceinline__ const Act* token_v(int t) const {
+    return static_cast<const Act*>(p.v) + offset(token_begin + t, p.v_token_stride) +
+           offset(head, p.v_head_stride) + first_row;
   }
-  __device__ __forceinline__ Act* output(std::int64_t t) const {
-    return static_cast<Act*>(p.o) + (token_begin + t) * p.o_token_stride + head * p.o_head_stride +
-           first_row;
+  __device__ __forceinline__ Act* output(int t) const {
+    return static_cast<Act*>(p.o) + offset(token_begin + t, p.o_token_stride) +
+           offset(head, p.o_head_stride) + first_row;
   }
   /// A gate or beta as received.
   struct Raw {
@@ -126,12 +127,13 @@ class DeltaRuleRow : protected RowOfStep {
     const auto* bytes = static_cast<const unsigned char*>(data);
     return {bytes + index * (is_f32 ? 4 : static_cast<int>(sizeof(Act))), is_f32};
   }
-  __device__ __forceinline__ Raw raw_gate(std::int64_t t, int channel = 0) const {
-    return raw(p.gate, p.gate_is_f32,
-               (token_begin + t) * p.gate_token_stride + head * p.gate_head_stride + channel);
+  __device__ __forceinline__ Raw raw_gate(int t, int channel = 0) const {
+    return raw(
+        p.gate, p.gate_is_f32,
+        offset(token_begin + t, p.gate_token_stride) + offset(head, p.gate_head_stride) + channel);
   }
-  __device__ __forceinline__ Raw raw_beta(std::int64_t t) const {
-    return raw(p.beta, p.beta_is_f32, (token_begin + t) * p.beta_token_stride + head);
+  __device__ __forceinline__ Raw raw_beta(int t) const {
+    return raw(p.beta, p.beta_is_f32, offset(token_begin + t, p.beta_token_stride) + head);
   }
   /// The model's part of a gate.
   struct GateParameters {

@@ -86,7 +86,7 @@ struct Mamba2Tuning {
 struct Mamba2CudaConfig {
   Mamba2Variant variant = Mamba2Variant::kGeneral;
   Mamba2Launch launch;
-  // The grid: blocks of a group's runs, groups, places of rows (cuda/grid_tail.h).
+  // The grid: groups, blocks of a group's runs, places of rows (cuda/grid_tail.h).
   std::int32_t blocks_per_group = 0;
   std::int64_t blocks = 0;
   int blocks_per_multiprocessor = 0;  // that fit

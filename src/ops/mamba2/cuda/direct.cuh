@@ -62,9 +62,9 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
                                                 const Mamba2Launch& launch_shape,
                                                 unsigned char* shared_memory)
       : Row(params, launch_shape), Lanes(Row::lane), shared(shared_memory) {
-    const int run = static_cast<int>(blockIdx.x) * launch.warps + warp;
+    const int run = block_in_group() * launch.warps + warp;
     head_in_group = static_cast<int>(__umulhi(2u * static_cast<unsigned>(run), launch.head_of_run));
-    Row::group = static_cast<int>(blockIdx.y);
+    Row::group = group_of_block();
     at = {Row::group * launch.heads_per_group + head_in_group,
           (run - head_in_group * (launch.head_dim / kPassRows)) * kPassRows};
   }
@@ -83,7 +83,7 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
   __device__ __forceinline__ int window() const { return static_cast<int>(p.limits.window); }
 
   __device__ __forceinline__ void zero_rows() const {
-    for (std::int64_t t = 0; t < token_count; ++t) {
+    for (int t = 0; t < token_count; ++t) {
       if (lane < kPassRows) output(t, at)[lane] = narrow<Act>(0.0f);
     }
   }
@@ -96,7 +96,7 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
     LoadedNumber<Act> dt;
   };
 
-  __device__ __forceinline__ Tokens load_tokens(std::int64_t first) const {
+  __device__ __forceinline__ Tokens load_tokens(int first) const {
     Tokens out;
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
@@ -104,7 +104,7 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
       out.b[i] = load_columns(token_b(first + i));
       out.c[i] = load_columns(token_c(first + i));
     }
-    const std::int64_t t = first + lane / kPassRows;
+    const int t = first + lane / kPassRows;
     out.x = out.z = narrow<Act>(0.0f);
     out.dt = LoadedNumber<Act>(0.0f);
     if (t < token_count) {
@@ -163,11 +163,11 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
     }
 
 #pragma unroll 1
-    for (std::int64_t first = 0; first < token_count; first += kTokens) {
+    for (int first = 0; first < token_count; first += kTokens) {
       if (first > 0) tokens = load_tokens(first);
       const float dt =
           mamba2_time_step(tokens.dt.value(p.dt_is_f32), bias, p.dt_softplus, p.dt_min, p.dt_max);
-      if (own > 0) append(static_cast<int>(first), tokens, dt);
+      if (own > 0) append(first, tokens, dt);
       const float x_of = widen(tokens.x);
       const DeferredAdvance advance_of = prepare_tokens(first, dt, mamba2_decay(a, dt), rest);
       const float u_of = __fmul_rn(advance_of.gain, x_of);
@@ -230,8 +230,7 @@ class Mamba2DirectKernel : private Mamba2Row<State, Act, kStateSize>,
 
   /// Of token first + lane / kPassRows. Rows that store no state multiply decays in at once, which
   /// needs no division and gives the same but for rounding; what was deferred goes first.
-  __device__ __forceinline__ DeferredAdvance prepare_tokens(std::int64_t first, float dt,
-                                                            float decay,
+  __device__ __forceinline__ DeferredAdvance prepare_tokens(int first, float dt, float decay,
                                                             DeferredDecay& rest) const {
     const int token = lane / kPassRows;
     if (kind != PlannedRow::kCommitted) {

@@ -52,12 +52,14 @@ class Mamba2StepKernel
   using Base::kOwn, Base::kPackedProducts, Base::kSegments, Base::kWeightTerms, Base::kWideAct;
   using Base::kWideState, Base::kXChunks;
   using Base::live, Base::output, Base::own, Base::p, Base::places, Base::ring_b, Base::ring_x;
+  using Base::load_group, Base::prepare_barriers, Base::prepare_group, Base::prepare_weights,
+      Base::q, Base::scale, Base::table;
   using Base::one_columns, Base::one_scale, Base::one_terms, Base::one_weights;
-  using Base::prepare_group, Base::prepare_weights, Base::q, Base::scale, Base::table;
   using Base::shared, Base::stage_state, Base::state, Base::tile_begin, Base::tile_end;
   using Base::token_count, Base::token_x, Base::warp, Base::zero;
   using Base::weights;
-  using typename Base::Columns, typename Base::Copy, typename Base::HeadInputs;
+  using typename Base::Columns, typename Base::Copy, typename Base::GroupInputs;
+  using typename Base::HeadInputs;
   using typename Base::Kind, typename Base::Position, typename Base::Stage, typename Base::Table;
 
   using Lanes = Mamba2Lanes<State, Act, kStateSize>;
@@ -74,6 +76,7 @@ class Mamba2StepKernel
   static __device__ __forceinline__ void run(const Mamba2CudaParams& p, const Mamba2Launch& launch,
                                              unsigned char* shared) {
     Mamba2StepKernel kernel(p, launch, shared);
+    kernel.prepare_barriers();
     const GridPlace place = place_of_block(launch.tail);
     kernel.read_row(p.rows + place.row);
     if (!kernel.find_work(place)) return;
@@ -101,6 +104,9 @@ class Mamba2StepKernel
 
   template <Kind kKind>
   __device__ __forceinline__ void process() {
+    const int first_entry = kKind == PlannedRow::kFlush ? live : 0;
+    GroupInputs group_inputs{};
+    if constexpr (kKind != PlannedRow::kCommitted) group_inputs = load_group(first_entry);
     this->template start_pipeline<kKind>();
     Stage stage = first_stage();
     const bool needs_head = kKind != PlannedRow::kCommitted || live > 0;
@@ -109,13 +115,14 @@ class Mamba2StepKernel
     if (this->template folds<kKind>() && live <= kFoldRecords) load_fold_columns(0);
     Position at = first_tile;
     if constexpr (kKind != PlannedRow::kCommitted) {
-      prepare_group(kKind == PlannedRow::kFlush ? live : 0);
+      prepare_group(group_inputs, first_entry);
       point_at_outputs(at);
     }
     int in_stage = 0;  // tiles of the stage that have been used, of a read copy
+    bool enters_head = true;
 #pragma unroll 1
     for (int tile = tile_begin; tile < tile_end; ++tile) {
-      if (needs_head && (tile == tile_begin || at.p0 == 0)) {
+      if (needs_head && enters_head) {
         const HeadInputs now = next;
         if (tile + (launch.head_dim - at.p0) / kTileRows < tile_end) {
           next = load_head({at.head + 1, 0});
@@ -159,11 +166,12 @@ class Mamba2StepKernel
         this->template move_on<kKind>(stage);
       }
       at.p0 += kTileRows;
+      enters_head = at.p0 == launch.head_dim;
       if constexpr (kKind != PlannedRow::kCommitted) {
         y_at += kTileRows;
         x_append += kTileRows;
       }
-      if (at.p0 == launch.head_dim) {
+      if (enters_head) {
         at.p0 = 0;
         ++at.head;
         if constexpr (kKind != PlannedRow::kCommitted) {
@@ -318,7 +326,7 @@ class Mamba2StepKernel
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (8 * k + 2 * q + i < own) {
-          Act* to = y_at + (8 * k + i) * p.y_token_stride;
+          Act* to = y_at + Base::offset(8 * k + i, p.y_token_stride);
           to[0] = narrow<Act>(y[k][i]);
           to[8] = narrow<Act>(y[k][i + 2]);
         }
@@ -524,8 +532,7 @@ class Mamba2StepKernel
     }
     if constexpr (!kDefers) Lanes::multiply(tile, rest[0]);
     if (to_global) {
-      this->template write_tile<true, true>(
-          tile, state(at) + static_cast<std::int64_t>(first_row) * kStateSize, staged);
+      this->template write_tile<true, true>(tile, state(at) + first_row * kStateSize, staged);
       store_deferred({at.head, at.p0 + first_row}, kPassRows, DeferredDecay(rest[0]));
     } else {
       this->template write_tile<false, true>(tile, nullptr, staged);
@@ -564,7 +571,7 @@ class Mamba2StepKernel
     Act z;  // of state row lane / kRowLanes of the pass
   };
 
-  __device__ __forceinline__ TokenOperands load_operands(std::int64_t t, const Position& at) const {
+  __device__ __forceinline__ TokenOperands load_operands(int t, const Position& at) const {
     return {load_columns(token_b(t)), load_columns(token_c(t)), token_x(t, at)[lane % kPassRows],
             p.z == nullptr ? narrow<Act>(0.0f) : gate(t, at)[lane / kRowLanes]};
   }
@@ -611,10 +618,10 @@ class Mamba2StepKernel
     const float d = p.d == nullptr ? 0.0f : p.d[at.head];
     Tile tile;
     read_tile(staged, zero && live == 0, tile);
-    for (std::int64_t t0 = 0; t0 < token_count; t0 += kWarpLanes) {
+    for (int t0 = 0; t0 < token_count; t0 += kWarpLanes) {
       if (t0 > 0) lane_dt = t0 + lane < token_count ? time_step(t0 + lane, at.head) : 0.0f;
       const float lane_decay = mamba2_decay(a, lane_dt);
-      const int count = static_cast<int>(min(token_count - t0, std::int64_t{kWarpLanes}));
+      const int count = min(token_count - t0, kWarpLanes);
 #pragma unroll 1
       for (int t = 0; t < count; ++t) {
         const TokenOperands now = next;

@@ -54,7 +54,7 @@ Mamba2KernelFunction find_kernel(const Mamba2CudaParams& p, Mamba2Variant varian
 Status launch_step(const Mamba2CudaParams& params, const Mamba2CudaConfig& config,
                    cudaStream_t stream) {
   return launch_step_kernel("Mamba-2 step", find_kernel(params, config.variant), params, config,
-                            kMamba2MaxWarps, config.blocks_per_group, params.groups,
+                            kMamba2MaxWarps, params.groups, config.blocks_per_group,
                             config.launch.tail, stream);
 }
 
@@ -81,20 +81,26 @@ Status validate_mamba2(const Mamba2CudaParams& p) {
     RSSM_RETURN_IF_ERROR(check_pointer("deferred decays", p.deferred));
   }
   RSSM_RETURN_IF_ERROR(
-      check_strides({{"state slot stride", p.state_slot_stride, p.checkpoint},
+      check_strides({{"state slot stride", p.state_slot_stride, p.checkpoint, true},
                      {"state head stride", p.state_head_stride, p.checkpoint},
-                     {"x ring slot stride", p.ring_x_slot_stride, p.activation},
+                     {"x ring slot stride", p.ring_x_slot_stride, p.activation, true},
                      {"x ring head stride", p.ring_x_head_stride, p.activation},
                      {"x ring place stride", p.ring_x_place_stride, p.activation},
-                     {"B ring slot stride", p.ring_b_slot_stride, p.activation},
+                     {"B ring slot stride", p.ring_b_slot_stride, p.activation, true},
                      {"B ring group stride", p.ring_b_group_stride, p.activation},
                      {"B ring place stride", p.ring_b_place_stride, p.activation}}));
+  RSSM_RETURN_IF_ERROR(check_reach("dt ring head stride", p.ring_dt_head_stride));
   if (p.token_count == 0) return {};
   RSSM_RETURN_IF_ERROR(check_pointer("x", p.x));
   RSSM_RETURN_IF_ERROR(check_pointer("B", p.b));
   RSSM_RETURN_IF_ERROR(check_pointer("C", p.c));
   RSSM_RETURN_IF_ERROR(check_pointer("dt", p.dt));
   RSSM_RETURN_IF_ERROR(check_pointer("y", p.y));
+  RSSM_RETURN_IF_ERROR(check_reach("dt token stride", p.dt_token_stride));
+  RSSM_RETURN_IF_ERROR(check_reach("y token stride", p.y_token_stride));
+  RSSM_RETURN_IF_ERROR(check_reach("y head stride", p.y_head_stride));
+  RSSM_RETURN_IF_ERROR(check_reach("z token stride", p.z_token_stride));
+  RSSM_RETURN_IF_ERROR(check_reach("z head stride", p.z_head_stride));
   return check_strides({{"x token stride", p.x_token_stride, p.activation},
                         {"x head stride", p.x_head_stride, p.activation},
                         {"B token stride", p.b_token_stride, p.activation},

@@ -1,6 +1,6 @@
 // What a Mamba-2 CUDA step reads and writes: device pointers and strides, nothing else. Strides
-// count elements and are 64-bit; a stride never implies a size. The innermost dimension is
-// contiguous everywhere, and (head_dim, state_size) of a checkpoint is.
+// count elements, and those of slots may exceed 32 bits; a stride never implies a size. The
+// innermost dimension is contiguous everywhere, and (head_dim, state_size) of a checkpoint is.
 #pragma once
 
 #include <cstdint>

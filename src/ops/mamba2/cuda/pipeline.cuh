@@ -17,9 +17,9 @@ class Mamba2Pipeline : protected Mamba2Row<State, Act, kStateSize> {
   using Base = Mamba2Row<State, Act, kStateSize>;
 
  protected:
+  using Base::entry_x, Base::position, Base::slot, Base::state, Base::tile_begin;
   using Base::first_tile, Base::lane, Base::launch, Base::live, Base::own, Base::p, Base::places;
-  using Base::position, Base::ring_x, Base::slot, Base::state, Base::tile_begin, Base::tile_end;
-  using Base::token_x, Base::warp, Base::zero;
+  using Base::tile_end, Base::warp, Base::zero;
   using typename Base::Position;
   using Kind = PlannedRow::Kind;
 
@@ -92,13 +92,17 @@ class Mamba2Pipeline : protected Mamba2Row<State, Act, kStateSize> {
 
   // Pointers into tiles move along with the tiles, so that a tile costs additions only.
 
+  /// Before anything is loaded, which the fence would wait for.
+  __device__ __forceinline__ void prepare_barriers() const {
+    if (lane < launch.stages) ptx::mbarrier_init(first_stage().barrier + lane, kWarpLanes + 1);
+    ptx::fence_mbarrier_init();
+    __syncwarp();
+  }
+
   template <Kind kKind>
   __device__ __forceinline__ void start_pipeline() {
     const int stages = stages_of<kKind>();
     Stage stage = first_stage();
-    if (lane < stages) ptx::mbarrier_init(stage.barrier + lane, kWarpLanes + 1);
-    ptx::fence_mbarrier_init();
-    __syncwarp();
     tile_ahead = tile_begin;
     rows_ahead = first_tile.p0;
     if constexpr (kReadsCopy<kKind>) {
@@ -109,8 +113,7 @@ class Mamba2Pipeline : protected Mamba2Row<State, Act, kStateSize> {
 #pragma unroll
     for (int i = 0; i < kXPointers; ++i) {
       const int entry = i * kXEntries + lane / kXChunks;
-      x_ahead[i] = (entry < live ? ring_x(first_tile, entry) : token_x(entry - live, first_tile)) +
-                   lane % kXChunks * kActPerChunk;
+      x_ahead[i] = entry_x(first_tile, entry) + lane % kXChunks * kActPerChunk;
     }
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) {
@@ -231,8 +234,7 @@ class Mamba2Pipeline : protected Mamba2Row<State, Act, kStateSize> {
 #pragma unroll 1
     for (int i = kWarpLanes + lane; i < chunks; i += kWarpLanes) {
       const int entry = i / kXChunks;
-      const Act* from = entry < live ? ring_x(at, entry) : token_x(entry - live, at);
-      ptx::copy_async_16(x + i * kActPerChunk, from + i % kXChunks * kActPerChunk);
+      ptx::copy_async_16(x + i * kActPerChunk, entry_x(at, entry) + i % kXChunks * kActPerChunk);
     }
   }
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "cuda/gates.cuh"
-#include "cuda/grid_tail.h"
+#include "cuda/step_launch.cuh"
 #include "cuda/vector.cuh"
 #include "cuda/warp.cuh"
 #include "ops/mamba2/cuda/config.h"
@@ -39,7 +39,7 @@ class Mamba2Row : protected RowOfStep {
     tile_begin = run * tiles;
     if (tile_begin >= launch.tiles_per_group) return false;
     tile_end = min(tile_begin + tiles, launch.tiles_per_group);
-    group = static_cast<int>(blockIdx.y);
+    group = group_of_block();
     group_head = group * launch.heads_per_group;
     first_tile = position(tile_begin);
     return true;
@@ -48,7 +48,7 @@ class Mamba2Row : protected RowOfStep {
   __device__ __forceinline__ void zero_outputs() const {
     for (int tile = tile_begin; tile < tile_end; ++tile) {
       const Position at = position(tile);
-      for (std::int64_t t = 0; t < token_count; ++t) {
+      for (int t = 0; t < token_count; ++t) {
         if (lane < kTileRows) output(t, at)[lane] = narrow<Act>(0.0f);
       }
     }
@@ -64,7 +64,7 @@ class Mamba2Row : protected RowOfStep {
 
   __device__ __forceinline__ State* state(const Position& at) const {
     return static_cast<State*>(p.state) + slot * p.state_slot_stride +
-           at.head * p.state_head_stride + static_cast<std::int64_t>(at.p0) * kStateSize;
+           offset(at.head, p.state_head_stride) + at.p0 * kStateSize;
   }
   /// Of the rows from at.p0 on.
   __device__ __forceinline__ float* deferred_decay(const Position& at) const {
@@ -83,42 +83,62 @@ class Mamba2Row : protected RowOfStep {
     }
   }
 
-  __device__ __forceinline__ Act* ring_x(const Position& at, int entry) const {
+  __device__ __forceinline__ Act* ring_x_places(const Position& at) const {
     return static_cast<Act*>(p.ring_x) + slot * p.ring_x_slot_stride +
-           at.head * p.ring_x_head_stride + place(entry) * p.ring_x_place_stride + at.p0;
+           offset(at.head, p.ring_x_head_stride) + at.p0;
+  }
+  __device__ __forceinline__ Act* ring_x(const Position& at, int entry) const {
+    return ring_x_places(at) + offset(place(entry), p.ring_x_place_stride);
+  }
+  __device__ __forceinline__ Act* ring_b_places() const {
+    return static_cast<Act*>(p.ring_b) + slot * p.ring_b_slot_stride +
+           offset(group, p.ring_b_group_stride);
   }
   __device__ __forceinline__ Act* ring_b(int entry) const {
-    return static_cast<Act*>(p.ring_b) + slot * p.ring_b_slot_stride +
-           group * p.ring_b_group_stride + place(entry) * p.ring_b_place_stride;
+    return ring_b_places() + offset(place(entry), p.ring_b_place_stride);
   }
-  __device__ __forceinline__ float* ring_dt(std::int64_t head, int entry) const {
-    return p.ring_dt + slot * p.ring_dt_slot_stride + head * p.ring_dt_head_stride + place(entry);
+  __device__ __forceinline__ float* ring_dt(int head, int entry) const {
+    return p.ring_dt + slot * p.ring_dt_slot_stride + offset(head, p.ring_dt_head_stride) +
+           place(entry);
   }
-  __device__ __forceinline__ const Act* token_x(std::int64_t t, const Position& at) const {
-    return static_cast<const Act*>(p.x) + (token_begin + t) * p.x_token_stride +
-           at.head * p.x_head_stride + at.p0;
+  __device__ __forceinline__ const Act* tokens_x(const Position& at) const {
+    return static_cast<const Act*>(p.x) + offset(at.head, p.x_head_stride) + at.p0;
   }
-  __device__ __forceinline__ const Act* token_b(std::int64_t t) const {
-    return static_cast<const Act*>(p.b) + (token_begin + t) * p.b_token_stride +
-           group * p.b_group_stride;
+  __device__ __forceinline__ const Act* token_x(int t, const Position& at) const {
+    return tokens_x(at) + offset(token_begin + t, p.x_token_stride);
   }
-  __device__ __forceinline__ const Act* token_c(std::int64_t t) const {
-    return static_cast<const Act*>(p.c) + (token_begin + t) * p.c_token_stride +
-           group * p.c_group_stride;
+  __device__ __forceinline__ const Act* tokens_b() const {
+    return static_cast<const Act*>(p.b) + offset(group, p.b_group_stride);
   }
-  __device__ __forceinline__ const Act* gate(std::int64_t t, const Position& at) const {
-    return static_cast<const Act*>(p.z) + (token_begin + t) * p.z_token_stride +
-           at.head * p.z_head_stride + at.p0;
+  __device__ __forceinline__ const Act* token_b(int t) const {
+    return tokens_b() + offset(token_begin + t, p.b_token_stride);
   }
-  __device__ __forceinline__ Act* output(std::int64_t t, const Position& at) const {
-    return static_cast<Act*>(p.y) + (token_begin + t) * p.y_token_stride +
-           at.head * p.y_head_stride + at.p0;
+  __device__ __forceinline__ const Act* token_c(int t) const {
+    return static_cast<const Act*>(p.c) + offset(token_begin + t, p.c_token_stride) +
+           offset(group, p.c_group_stride);
   }
-  __device__ __forceinline__ LoadedNumber<Act> raw_time_step(std::int64_t t,
-                                                             std::int64_t head) const {
-    return {p.dt, (token_begin + t) * p.dt_token_stride + head, p.dt_is_f32};
+  __device__ __forceinline__ const Act* gate(int t, const Position& at) const {
+    return static_cast<const Act*>(p.z) + offset(token_begin + t, p.z_token_stride) +
+           offset(at.head, p.z_head_stride) + at.p0;
   }
-  __device__ __forceinline__ float time_step(std::int64_t t, std::int64_t head) const {
+  __device__ __forceinline__ Act* output(int t, const Position& at) const {
+    return static_cast<Act*>(p.y) + offset(token_begin + t, p.y_token_stride) +
+           offset(at.head, p.y_head_stride) + at.p0;
+  }
+  /// Of a live record, or of a token behind them.
+  __device__ __forceinline__ const Act* entry_x(const Position& at, int entry) const {
+    return item_of<const Act>(entry < live,
+                              {ring_x_places(at), place(entry), p.ring_x_place_stride},
+                              {tokens_x(at), token_begin + entry - live, p.x_token_stride});
+  }
+  __device__ __forceinline__ const Act* entry_b(int entry) const {
+    return item_of<const Act>(entry < live, {ring_b_places(), place(entry), p.ring_b_place_stride},
+                              {tokens_b(), token_begin + entry - live, p.b_token_stride});
+  }
+  __device__ __forceinline__ LoadedNumber<Act> raw_time_step(int t, int head) const {
+    return {p.dt, offset(token_begin + t, p.dt_token_stride) + head, p.dt_is_f32};
+  }
+  __device__ __forceinline__ float time_step(int t, int head) const {
     return mamba2_time_step(raw_time_step(t, head).value(p.dt_is_f32),
                             p.dt_bias == nullptr ? 0.0f : p.dt_bias[head], p.dt_softplus, p.dt_min,
                             p.dt_max);

@@ -27,7 +27,8 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
                               one_token_on_f32<State, kTokenBlocks, kCopy>()>;
 
  protected:
-  using Base::kActPerChunk, Base::kDefers, Base::kHasCopy, Base::kind, Base::lane, Base::launch;
+  using Base::entry_b, Base::kActPerChunk, Base::kDefers, Base::kHasCopy, Base::kind, Base::lane,
+      Base::launch;
   using Base::live, Base::load_deferred, Base::own, Base::p, Base::places, Base::raw_time_step,
       Base::ring_b, Base::ring_dt;
   using Base::shared, Base::tile_begin, Base::token_b, Base::token_c, Base::warp;
@@ -93,53 +94,114 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
   // ---- What the run shares: the tokens' C, and B . C ----
 
   using Columns = Packed<Act, kOwn>;
+  // For B . C lane (g, q) has chunk q of every four.
+  using Chunk = Packed<Act, kActPerChunk>;
+  static constexpr int kGroupSegments = kBChunks / 4;
+  // Blocks of entries whose B is loaded before anything else: all that a window of 16 has, but for
+  // the rows that fill it.
+  static constexpr int kBlocksAhead = 2;
 
-  static __device__ __forceinline__ Columns no_columns() {
-    Columns none;
-#pragma unroll
-    for (int i = 0; i < Columns::kWords; ++i) none.word[i] = 0;
-    return none;
-  }
+  static constexpr int kWideColumns = !kWideState || kHasCopy ? 0
+                                      : kOnePlain             ? kOneVectors
+                                                              : kSegments;
+
+  /// What B . C is formed of, asked for as soon as a warp knows its run, so that it is there when
+  /// the run's first loads are under way.
+  struct GroupInputs {
+    Chunk c[kBlocks][kGroupSegments];       // of token 8 k + g
+    Chunk b[kBlocksAhead][kGroupSegments];  // of entry 8 i + g
+    // C again, as an fp32 state is multiplied with it.
+    Columns columns[kBlocks][kWideColumns > 0 ? kWideColumns : 1];
+  };
 
   /// `first`: the first entry the window has, after the live records of a row that folds them.
-  __device__ __forceinline__ void prepare_group(int first) {
+  __device__ __forceinline__ GroupInputs load_group(int first) const {
+    GroupInputs in;
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k) {
       const int token = 8 * k + g;
+      load_chunks(token_c(token), token < own, in.c[k]);
+    }
 #pragma unroll
-      for (int s = 0; s < kSegments; ++s) {
-        c[k][s] = token < own ? load_packed<Act, kOwn>(token_c(token) + (4 * s + q) * kOwn)
-                              : no_columns();
+    for (int i = 0; i < kBlocksAhead; ++i) load_entries(i, first, in.b[i]);
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) {
+#pragma unroll
+      for (int s = 0; s < kWideColumns; ++s) in.columns[k][s] = load_column(k, s);
+    }
+    return in;
+  }
+
+  /// What this lane multiplies the state with: vector s of C of its token.
+  __device__ __forceinline__ Columns load_column(int k, int s) const {
+    const int token = kOnePlain ? 0 : 8 * k + g;
+    const int vector = kOnePlain ? kOneLanes * s + lane % kOneLanes : 4 * s + q;
+    Columns column{};
+    if (token < own) column = load_packed<Act, kOwn>(token_c(token) + vector * kOwn);
+    return column;
+  }
+
+  __device__ __forceinline__ void load_entries(int block, int first,
+                                               Chunk (&b)[kGroupSegments]) const {
+    const int entry = 8 * block + g;
+    load_chunks(entry_b(entry), entry >= first && entry < live + own, b);
+  }
+
+  __device__ __forceinline__ void load_chunks(const Act* from, bool present,
+                                              Chunk (&to)[kGroupSegments]) const {
+    from += q * kActPerChunk;
+#pragma unroll
+    for (int s = 0; s < kGroupSegments; ++s) {
+      to[s] = Chunk{};
+      if (present) to[s] = load_packed<Act, kActPerChunk>(from + 4 * s * kActPerChunk);
+    }
+  }
+
+  /// sums[i] += B . C of block i of `count`, one product of each after the other: a product waits
+  /// for the one before it.
+  template <int kCount>
+  static __device__ __forceinline__ void multiply_blocks(const GroupInputs& in,
+                                                         const Chunk (&b)[kCount][kGroupSegments],
+                                                         float (&sums)[kCount][4]) {
+#pragma unroll
+    for (int s = 0; s < kGroupSegments; ++s) {
+#pragma unroll
+      for (int k = 0; k < kActPerChunk / 2; k += kWideAct ? 1 : 2) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          multiply_act(sums[i], in.c[0][s], in.c[kBlocks - 1][s], b[i][s], k);
+        }
       }
     }
+  }
+
+  __device__ __forceinline__ void keep_products(int block, const float (&sums)[4]) {
+    bc[0][block][0] = sums[0];
+    bc[0][block][1] = sums[1];
+    if constexpr (kTokenBlocks == 2) {
+      bc[1][block][0] = sums[2];
+      bc[1][block][1] = sums[3];
+    }
+  }
+
+  /// `first`: as above.
+  __device__ __forceinline__ void prepare_group(const GroupInputs& in, int first) {
     if constexpr (kHasCopy) prepare_copy_columns();
-    const int entries = live + own;
+    {
+      float sums[kBlocksAhead][4] = {};
+      multiply_blocks(in, in.b, sums);
 #pragma unroll
-    for (int i = 0; i < kEntryBlocks; ++i) {
-      float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-      if (8 * i < entries && 8 * i + 7 >= first) {
-        const int entry = 8 * i + g;
-        const bool present = entry >= first && entry < entries;
-        const Act* from = entry < live ? ring_b(entry) : token_b(entry - live);
-        Columns b[kSegments];
+      for (int i = 0; i < kBlocksAhead; ++i) keep_products(i, sums[i]);
+    }
 #pragma unroll
-        for (int s = 0; s < kSegments; ++s) {
-          b[s] = present ? load_packed<Act, kOwn>(from + (4 * s + q) * kOwn) : no_columns();
-        }
-#pragma unroll
-        for (int s = 0; s < kSegments; ++s) {
-#pragma unroll
-          for (int k = 0; k < kOwn / 2; k += kWideAct ? 1 : 2) {
-            multiply_act(sums, c[0][s], c[kBlocks - 1][s], b[s], k);
-          }
-        }
+    for (int i = kBlocksAhead; i < kEntryBlocks; ++i) {
+      float sums[1][4] = {};
+      if (8 * i < live + own && 8 * i + 7 >= first) {
+        Chunk b[1][kGroupSegments];
+        load_entries(i, first, b[0]);
+        multiply_blocks(in, b, sums);
       }
-      bc[0][i][0] = sums[0];
-      bc[0][i][1] = sums[1];
-      if constexpr (kTokenBlocks == 2) {
-        bc[1][i][0] = sums[2];
-        bc[1][i][1] = sums[3];
-      }
+      keep_products(i, sums[0]);
     }
 
     if constexpr (kOneToken) {
@@ -153,22 +215,28 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
       __syncwarp();
     }
     if constexpr (kOnePlain) {
-      const Act* from = token_c(0) + lane % kOneLanes * kVector;
 #pragma unroll
       for (int v = 0; v < kOneVectors; ++v) {
-        const auto packed = load_packed<Act, kVector>(from + v * kOneLanes * kVector);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) one_columns[v][i] = packed[i];
+        for (int i = 0; i < kVector; ++i) one_columns[v][i] = in.columns[0][v][i];
       }
-    } else if constexpr (kF16Products && !kHasCopy) {
-      bring_columns_to_f16();
-    } else if constexpr (!kPackedProducts) {
+    } else if constexpr (kHasCopy) {
+      // Its columns are prepared above.
+    } else if constexpr (kPackedProducts) {
+#pragma unroll
+      for (int k = 0; k < kBlocks; ++k) {
+#pragma unroll
+        for (int s = 0; s < kSegments; ++s) c[k][s] = in.c[k][s];
+      }
+      if constexpr (kF16Products) bring_columns_to_f16();
+    } else {
 #pragma unroll
       for (int k = 0; k < kBlocks; ++k) {
 #pragma unroll
         for (int s = 0; s < kSegments; ++s) {
+          const Columns column = kWideColumns > 0 ? in.columns[k][s] : load_column(k, s);
 #pragma unroll
-          for (int i = 0; i < kOwn; ++i) c_float[k][s][i] = c[k][s][i];
+          for (int i = 0; i < kOwn; ++i) c_float[k][s][i] = column[i];
         }
       }
     }
@@ -232,9 +300,8 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
   }
 
   /// sums += rows (low: g, high: g + 8) times columns, over pair k (and k + 1) of their elements.
-  static __device__ __forceinline__ void multiply_act(float (&sums)[4], const Columns& low,
-                                                      const Columns& high, const Columns& b,
-                                                      int k) {
+  static __device__ __forceinline__ void multiply_act(float (&sums)[4], const Chunk& low,
+                                                      const Chunk& high, const Chunk& b, int k) {
     constexpr bool two = kTokenBlocks == 2;
     if constexpr (kWideAct) {
       const Tf32Pair l0 = split_tf32(low[2 * k]), l1 = split_tf32(low[2 * k + 1]);
@@ -262,7 +329,7 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
 
   /// `at`: the first of the head's rows that the warp has.
   __device__ __forceinline__ HeadInputs load_head(const Position& at) const {
-    const std::int64_t head = at.head;
+    const int head = at.head;
     HeadInputs in;
     in.deferred = load_deferred(at);
     in.a = p.a[head];
@@ -454,7 +521,7 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
 
   int g, q;  // lane of a product: lane / 4 and lane % 4
 
-  Columns c[kBlocks][kSegments];  // C of token 8 k + g
+  Columns c[kBlocks][kSegments];  // C of token 8 k + g, for a two-byte state
   float c_float[kBlocks][kSegments][kCFloats > 0 ? kCFloats : 1];
   float bc[kBlocks][kEntryBlocks][2];  // B . C of entries 8 i + 2 q, + 1 and token 8 k + g
   // W of entries 16 s + {2q, 2q+1, 2q+8, 2q+9} and token 8 k + g: fp32, or bf16 terms.
