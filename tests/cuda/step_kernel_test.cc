@@ -2,13 +2,17 @@
 // needed.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <string>
 
 #include "cuda/step_kernel.h"
 #include "ops/delta_rule/cuda/config.h"
+#include "ops/delta_rule/cuda/launch.h"
 #include "ops/mamba2/cuda/config.h"
+#include "ops/mamba2/cuda/launch.h"
 #include "state/cuda/layer_kernels.h"
 #include "support/compare.h"
 
@@ -146,13 +150,127 @@ TEST(StepKernel, SingleTokensOfManyRowsPrefetchTheirStates) {
   EXPECT_FALSE(prefetches(256, 1, DType::kBF16));
 }
 
-// Few waves of blocks have a second stage instead.
-TEST(StepKernel, SingleTokensOfFewerRowsHaveASecondStage) {
-  const auto config_of = [](std::int64_t rows) {
-    return choose_mamba2_config(mamba2_params(rows), device_of(90)).value();
+// Strides are multiplied in 32 bits, to 64; those of slots are not.
+template <typename Params>
+struct NamedStride {
+  std::int64_t Params::* stride;
+  const char* name;
+};
+
+template <typename Params, std::size_t kCount>
+void expect_reach(const Params& good, Status (*validate)(const Params&),
+                  const NamedStride<Params> (&strides)[kCount]) {
+  ASSERT_TRUE(validate(good).ok()) << validate(good).message();
+  for (const auto& [stride, name] : strides) {
+    Params p = good;
+    p.*stride = std::int64_t{1} << 31;
+    const Status status = validate(p);
+    EXPECT_EQ(status.code(), StatusCode::kUnsupported) << name;
+    EXPECT_EQ(status.message(),
+              std::string(name) + " is 2147483648 elements, kernels take up to 2147483647");
+    p.*stride = (std::int64_t{1} << 31) - 16;
+    EXPECT_TRUE(validate(p).ok()) << validate(p).message();
+  }
+  Params p = good;
+  p.state_slot_stride = std::int64_t{1} << 40;
+  EXPECT_TRUE(validate(p).ok()) << validate(p).message();
+  p.token_count = std::int64_t{1} << 31;
+  EXPECT_NE(validate(p).message().find("2147483648 tokens"), std::string::npos);
+}
+
+TEST(StepKernel, StridesBeyond32BitsAreRefusedButForSlots) {
+  alignas(16) static float memory[4];
+  static PlannedRow row;
+  Mamba2CudaParams m = mamba2_params(1);
+  m.rows = &row;
+  m.token_count = 1;
+  m.state = m.ring_x = m.ring_b = m.y = memory;
+  m.ring_dt = m.deferred = memory;
+  m.a = memory;
+  m.x = m.b = m.c = m.dt = memory;
+  using M = Mamba2CudaParams;
+  expect_reach<M>(m, validate_mamba2,
+                  {{&M::state_head_stride, "state head stride"},
+                   {&M::ring_x_head_stride, "x ring head stride"},
+                   {&M::ring_x_place_stride, "x ring place stride"},
+                   {&M::ring_b_group_stride, "B ring group stride"},
+                   {&M::ring_b_place_stride, "B ring place stride"},
+                   {&M::ring_dt_head_stride, "dt ring head stride"},
+                   {&M::x_token_stride, "x token stride"},
+                   {&M::x_head_stride, "x head stride"},
+                   {&M::b_token_stride, "B token stride"},
+                   {&M::b_group_stride, "B group stride"},
+                   {&M::c_token_stride, "C token stride"},
+                   {&M::c_group_stride, "C group stride"},
+                   {&M::dt_token_stride, "dt token stride"},
+                   {&M::z_token_stride, "z token stride"},
+                   {&M::z_head_stride, "z head stride"},
+                   {&M::y_token_stride, "y token stride"},
+                   {&M::y_head_stride, "y head stride"}});
+  DeltaRuleCudaParams d = delta_rule_params(1, true);
+  d.rows = &row;
+  d.token_count = 1;
+  d.state = d.ring_k = d.ring_v = d.ring_delta = d.o = memory;
+  d.ring_k_scale = d.ring_decay = d.ring_beta = memory;
+  d.q = d.k = d.v = d.gate = d.beta = memory;
+  using D = DeltaRuleCudaParams;
+  expect_reach<D>(d, validate_delta_rule,
+                  {{&D::state_head_stride, "state head stride"},
+                   {&D::ring_k_head_stride, "k ring head stride"},
+                   {&D::ring_k_scale_head_stride, "k scale ring head stride"},
+                   {&D::ring_v_head_stride, "v ring head stride"},
+                   {&D::ring_decay_head_stride, "decay ring head stride"},
+                   {&D::ring_beta_head_stride, "beta ring head stride"},
+                   {&D::ring_delta_head_stride, "delta ring head stride"},
+                   {&D::q_token_stride, "q token stride"},
+                   {&D::q_head_stride, "q head stride"},
+                   {&D::k_token_stride, "k token stride"},
+                   {&D::k_head_stride, "k head stride"},
+                   {&D::v_token_stride, "v token stride"},
+                   {&D::v_head_stride, "v head stride"},
+                   {&D::gate_token_stride, "a token stride"},
+                   {&D::gate_head_stride, "a head stride"},
+                   {&D::beta_token_stride, "b token stride"},
+                   {&D::o_token_stride, "o token stride"},
+                   {&D::o_head_stride, "o head stride"}});
+}
+
+// Whatever the shape: no run is longer than its group, blocks cover it, and no warp of a block is
+// without a run to fold, as it would be if fewer runs than warps were cut.
+TEST(StepKernel, RunsSuitTheHeadsOfAGroup) {
+  for (const std::int64_t head_dim : {16, 64, 80, 128}) {
+    for (const std::int64_t groups : {1, 8}) {
+      for (const int drafts : {1, 4, 16}) {
+        for (const DType checkpoint : {DType::kF32, DType::kBF16}) {
+          for (const std::int64_t rows : {0, 1, 8, 64, 512}) {
+            Mamba2CudaParams p = mamba2_params(rows, drafts);
+            p.head_dim = head_dim;
+            p.groups = groups;
+            p.checkpoint = checkpoint;
+            const Mamba2Tuning streamed{.kernel = StepKernel::kStreamed};
+            const auto config = choose_mamba2_config(p, device_of(90), streamed).value();
+            const Mamba2Launch& launch = config.launch;
+            ASSERT_LE(launch.tiles_per_run, launch.tiles_per_group) << config.to_string();
+            ASSERT_LE(launch.fold_tiles_per_run * (launch.warps - 1), launch.tiles_per_group)
+                << config.to_string();
+            const auto shorter = std::min(launch.tiles_per_run, launch.fold_tiles_per_run);
+            ASSERT_GE(shorter, 1);
+            ASSERT_GE(config.blocks_per_group * launch.warps * shorter, launch.tiles_per_group);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Runs shorter than a head where there are few, and folds that do not last as long as the step.
+TEST(StepKernel, FewRowsAreCutIntoShorterRuns) {
+  const auto launch_of = [](std::int64_t rows) {
+    return choose_mamba2_config(mamba2_params(rows), device_of(90)).value().launch;
   };
-  EXPECT_EQ(config_of(64).launch.stages, 2);
-  EXPECT_EQ(config_of(256).launch.stages, 1);
+  EXPECT_EQ(launch_of(256).tiles_per_run, launch_of(256).tiles_per_head);
+  EXPECT_LT(launch_of(64).tiles_per_run, launch_of(64).tiles_per_head);
+  EXPECT_LT(launch_of(64).fold_tiles_per_run, launch_of(256).fold_tiles_per_run);
 }
 
 TEST(StepKernel, DraftsOfTwoByteStatesHaveThreeStages) {

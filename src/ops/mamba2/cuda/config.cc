@@ -47,37 +47,67 @@ Mamba2SharedPlan plan_shared(const Mamba2CudaParams& p, Mamba2Launch& launch) {
   return plan;
 }
 
-struct PreferredRuns {
-  std::int64_t replay, fold;
+struct Runs {
+  std::int64_t replay, fold;  // tiles
 };
 
-/// Where there is enough of everything. Short runs end evenly and are what committed rows, which
-/// have the length of replaying ones, want; long ones prepare less. Steps on f32 states wait for
-/// memory and have instructions to spare. Flushes in long runs leave most warps to rows that read,
-/// but drafts on two-byte states flush too often for that.
-PreferredRuns preferred_runs(const Mamba2CudaParams& p) {
-  if (p.copy.format != ReadCopyFormat::kNone) return {16, 8};
+/// Tiles of one head that a run has at most: all, or equal parts of up to five.
+std::int64_t part_of_head(std::int64_t tiles_per_head) {
+  const std::int64_t parts = (tiles_per_head + 4) / 5;
+  return (tiles_per_head + parts - 1) / parts;
+}
+
+/// Runs of checkpoints. A run prepares something for each of its heads and little for itself, so
+/// that one head is long enough; where the tiles are few, parts of one end more evenly. Rows that
+/// flush are arithmetic, in runs so long that most warps are left to rows that read, and so short
+/// that the last of them do not end the step. Measured on an H200 for batches of 8 to 512.
+Runs runs_of_states(const Mamba2CudaParams& p, std::int64_t tiles, std::int64_t tiles_per_head,
+                    const CudaDeviceInfo& device) {
   const bool wide = p.checkpoint == DType::kF32;
-  switch (mamba2_variant(p)) {
-    case Mamba2Variant::kOneToken:
-      return {wide ? 4 : 8, 16};
-    case Mamba2Variant::kSmall:
-      return wide ? PreferredRuns{4, 16} : PreferredRuns{8, 8};
-    default:
-      return {8, wide ? 16 : 8};
+  const Mamba2Variant variant = mamba2_variant(p);
+  const bool one_token = variant == Mamba2Variant::kOneToken;
+  const std::int64_t part = part_of_head(tiles_per_head);
+  const std::int64_t warps = std::int64_t{16} * device.multiprocessors;
+  Runs runs{part, part};
+  // Drafts of more than eight tokens, and state sizes other than 128, prepare more.
+  if (variant == Mamba2Variant::kGeneral) runs.replay *= 2;
+  // One token on fp32 states waits for memory: it wants runs that begin at different times.
+  if (one_token && wide && tiles < 22 * warps) runs.replay = (part + 1) / 2;
+  const std::int64_t enough = one_token ? warps * 9 / 10 : warps * 7 / 4;
+  while (runs.replay > 2 && tiles / runs.replay < enough) runs.replay = (runs.replay + 1) / 2;
+  // What a warp's share of the step leaves for the longest run.
+  const std::int64_t shares = warps * (one_token || wide ? 4 : 3);
+  const std::int64_t longest = std::max(
+      {(tiles + shares - 1) / shares, one_token ? runs.replay / 2 : runs.replay, std::int64_t{1}});
+  runs.fold = std::min(longest, runs.replay);
+  while (runs.fold < longest && runs.fold < 4 * part) runs.fold *= 2;
+  return runs;
+}
+
+/// Runs of read copies, which leave little to load: long ones prepare less.
+Runs runs_of_copies(const Mamba2CudaParams& p, std::int64_t tiles, const CudaDeviceInfo& device) {
+  // Measured on an H200: with one token a wave of sixteen warps per multiprocessor is enough; with
+  // several, below three and a half the last one costs more than that saves, down to four tiles,
+  // and below two waves further.
+  constexpr std::int64_t kShort = 4;
+  const std::int64_t wave = std::int64_t{16} * device.multiprocessors;
+  std::int64_t most = 16;
+  const bool one_token = mamba2_variant(p) == Mamba2Variant::kOneToken;
+  if (one_token) {
+    while (most > 1 && tiles / most < wave * 9 / 10) most /= 2;
+  } else {
+    while (most > kShort && tiles / most < wave * 7 / 2) most /= 2;
+    while (most > 1 && tiles / most < wave * 7 / 4) most /= 2;
   }
+  // A run that folds lasts several times as long: where runs are few, half of one is long enough.
+  const bool few = one_token && tiles / most < 2 * wave;
+  return {most, std::min<std::int64_t>(8, few ? std::max<std::int64_t>(1, most / 2) : most)};
 }
 
 /// Cuts the step into runs: long enough to amortize what a run prepares, short enough that the last
 /// ones do not leave multiprocessors idle.
 void cut_runs(const Mamba2CudaParams& p, const CudaDeviceInfo& device, const Mamba2Tuning& tuning,
               Mamba2Launch& launch) {
-  // Measured on an H200: with one token a wave of
-  // sixteen warps per multiprocessor is enough; with several, below three and a half the last one
-  // costs more than that saves, down to four tiles, and below two waves further.
-  constexpr std::int64_t kLongest = 16;
-  constexpr std::int64_t kShort = 4;
-  const std::int64_t wave = std::int64_t{16} * device.multiprocessors;
   launch.head_dim = static_cast<std::int32_t>(p.head_dim);
   launch.heads_per_group = static_cast<std::int32_t>(p.heads / p.groups);
   launch.tiles_per_head = launch.head_dim / kTileRows;
@@ -87,30 +117,19 @@ void cut_runs(const Mamba2CudaParams& p, const CudaDeviceInfo& device, const Mam
   launch.ring_x_jump = p.ring_x_head_stride - p.head_dim;
   launch.y_jump = p.y_head_stride - p.head_dim;
   const std::int64_t tiles = p.row_count * p.groups * launch.tiles_per_group;
-  const bool one_token = mamba2_variant(p) == Mamba2Variant::kOneToken;
-  std::int64_t most = kLongest;
-  if (one_token) {
-    while (most > 1 && tiles / most < wave * 9 / 10) most /= 2;
-  } else {
-    while (most > kShort && tiles / most < wave * 7 / 2) most /= 2;
-    while (most > 1 && tiles / most < wave * 7 / 4) most /= 2;
-  }
-  // A run that folds lasts several times as long: where runs are few, half of one is long enough.
-  const bool few = one_token && tiles / most < 2 * wave;
-  const std::int64_t most_folding = few ? std::max<std::int64_t>(1, most / 2) : most;
-  // Of one wave, half as long ones end more evenly.
-  if (few && tiles / most < wave * 3 / 2 && p.copy.format == ReadCopyFormat::kNone) {
-    most = std::min(most, kShort);
-  }
-  const PreferredRuns preferred = preferred_runs(p);
+  Runs runs = p.copy.format != ReadCopyFormat::kNone
+                  ? runs_of_copies(p, tiles, device)
+                  : runs_of_states(p, tiles, launch.tiles_per_head, device);
+  // A block's warps all have one of a group's runs.
+  runs.fold =
+      std::min<std::int64_t>(runs.fold, (launch.tiles_per_group + launch.warps - 1) / launch.warps);
   const auto tiles_of = [&](int asked, std::int64_t wanted) {
     return static_cast<std::int32_t>(
         std::min<std::int64_t>(asked != 0 ? asked : wanted, launch.tiles_per_group));
   };
-  launch.tiles_per_run = tiles_of(tuning.tiles_per_run, std::min(preferred.replay, most));
-  launch.fold_tiles_per_run =
-      tiles_of(tuning.fold_tiles_per_run != 0 ? tuning.fold_tiles_per_run : tuning.tiles_per_run,
-               std::min(preferred.fold, most_folding));
+  launch.tiles_per_run = tiles_of(tuning.tiles_per_run, runs.replay);
+  launch.fold_tiles_per_run = tiles_of(
+      tuning.fold_tiles_per_run != 0 ? tuning.fold_tiles_per_run : tuning.tiles_per_run, runs.fold);
   const std::int32_t shorter = std::min(launch.tiles_per_run, launch.fold_tiles_per_run);
   launch.runs_per_group = (launch.tiles_per_group + shorter - 1) / shorter;
 }
@@ -136,16 +155,13 @@ void cut_tail(const Mamba2CudaParams& p, const CudaDeviceInfo& device, const Mam
 }
 
 /// A step of one token on fp32 states waits for memory, and a tile more of every warp should be on
-/// its way. Measured on an H200: with few waves of blocks, which begin together, a second stage is
-/// worth a resident block (6%), and prefetching into L2 costs as much; with many the latter is
-/// worth 2%. Between them (four waves of three blocks, but not of four) both together are (1 to
-/// 4%).
-bool waits_for_memory(const Mamba2CudaParams& p) {
+/// its way. Measured on an H200: with many waves of blocks, prefetching it into L2 is worth 3%;
+/// with few, which begin together, it costs as much.
+bool prefetches(const Mamba2CudaParams& p, const Mamba2CudaConfig& config,
+                const CudaDeviceInfo& device) {
   return mamba2_variant(p) == Mamba2Variant::kOneToken && p.checkpoint == DType::kF32 &&
-         p.copy.format == ReadCopyFormat::kNone;
-}
-bool has_many_waves(std::int64_t blocks, int resident_blocks, const CudaDeviceInfo& device) {
-  return blocks >= 4 * wave_of(resident_blocks, device);
+         p.copy.format == ReadCopyFormat::kNone && config.launch.state_jump == 0 &&
+         config.blocks >= 4 * wave_of(config.blocks_per_multiprocessor, device);
 }
 
 bool has_direct_kernel(const Mamba2CudaParams& p) {
@@ -216,9 +232,6 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
     tuning.tiles_per_run = forced_run_tiles();
     tuning.tail_rows = static_cast<int>((p.row_count + 1) / 2);
   }
-  if (p.groups > kMostInGrid) {
-    return unsupported(p.groups, " groups; a launch allows ", kMostInGrid);
-  }
   if (has_direct_kernel(p)) {
     constexpr std::int64_t kMostRows = 256;  // measured on an H200
     RSSM_ASSIGN_OR_RETURN(
@@ -283,9 +296,7 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
       best = config;
       most_warps = warps;
     }
-    const bool wants_stage = waits_for_memory(p) && launch.tiles_per_run >= 4 &&
-                             !has_many_waves(config.blocks, resident_blocks, device);
-    if (warps >= resident_warps - (wants_stage ? kMamba2MaxWarps : 0)) break;
+    if (warps >= resident_warps) break;
     if (few || (launch.stages < candidate.stages && launch.stages == 1)) break;
   }
   if (most_warps == 0) {
@@ -296,8 +307,7 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
   }
   suit_to_device(device, best);
   cut_tail(p, device, tuning, best);
-  best.launch.prefetches = waits_for_memory(p) && best.launch.state_jump == 0 &&
-                           has_many_waves(best.blocks, best.blocks_per_multiprocessor, device);
+  best.launch.prefetches = prefetches(p, best, device);
   return best;
 }
 
