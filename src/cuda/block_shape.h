@@ -6,10 +6,19 @@
 #include <cstdint>
 
 #include "cuda/query.h"
+#include "replayssm/status.h"
 
 namespace replayssm::cuda {
 
 inline constexpr std::int64_t kMostInGrid = 65535;  // of a grid's second and third extent
+
+/// `config`, unless its blocks of a group exceed the extent along which they are counted.
+template <typename Config>
+Result<Config> within_grid(Config config, std::int64_t blocks_of_group) {
+  if (blocks_of_group <= kMostInGrid) return config;
+  return unsupported(blocks_of_group, " blocks for the heads of a group; a launch allows ",
+                     kMostInGrid);
+}
 
 constexpr std::int64_t round_up_to(std::int64_t bytes, std::int64_t multiple) {
   return (bytes + multiple - 1) / multiple * multiple;

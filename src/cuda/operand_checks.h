@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <initializer_list>
-#include <limits>
 
 #include "replayssm/cursor.h"
 #include "replayssm/dtype.h"
@@ -18,12 +17,15 @@ inline Status check_pointer(const char* name, const void* at) {
   return invalid_argument(name, " is at an address that is ", rest, " mod 16, expected 0");
 }
 
+/// The most of what kernels count in 32 bits: tokens, which they count a few beyond the last, and
+/// elements of a stride.
+inline constexpr std::int64_t kMostIn32Bits = (std::int64_t{1} << 31) - 1024;
+
 /// Kernels multiply indices by strides of 32 bits, to 64 (state/cuda/row_of_step.cuh), but for
 /// slots'.
 inline Status check_reach(const char* name, std::int64_t elements) {
-  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-  if (elements >= -kMost && elements <= kMost) return {};
-  return unsupported(name, " is ", elements, " elements, kernels take up to ", kMost);
+  if (elements >= -kMostIn32Bits && elements <= kMostIn32Bits) return {};
+  return unsupported(name, " is ", elements, " elements, kernels take up to ", kMostIn32Bits);
 }
 
 /// Of what is moved 16 bytes at a time.
@@ -62,9 +64,8 @@ inline Status check_step_limits(const ReplayLimits& limits, std::int64_t rows,
   if (rows < 0 || tokens < 0) {
     return invalid_argument(rows, " rows and ", tokens, " tokens, expected none negative");
   }
-  constexpr std::int64_t kMostTokens = std::numeric_limits<std::int32_t>::max();
-  if (tokens > kMostTokens) {
-    return unsupported(tokens, " tokens in a step, kernels take up to ", kMostTokens);
+  if (tokens > kMostIn32Bits) {
+    return unsupported(tokens, " tokens in a step, kernels take up to ", kMostIn32Bits);
   }
   return {};
 }

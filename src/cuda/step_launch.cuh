@@ -26,10 +26,11 @@ inline Status no_step_kernel(DType checkpoint, DType activation, ReadCopyFormat 
 }
 
 // A step's grid is (groups, blocks of a group, places of rows). Blocks go to multiprocessors in
-// turn, and rows that flush have work for the first blocks of a group only: were those the ones
-// that follow each other, every flush would be done by a few multiprocessors.
+// turn, and where flushes are cut into fewer runs only the first blocks of a group have some: were
+// a group's blocks the ones that follow each other, a few multiprocessors would do all flushes.
 
 __device__ __forceinline__ int group_of_block() { return static_cast<int>(blockIdx.x); }
+/// Of those at one place.
 __device__ __forceinline__ int block_in_group() { return static_cast<int>(blockIdx.y); }
 
 /// What the block has of a grid that may be cut finer at its end.
@@ -65,9 +66,6 @@ Status launch_step_kernel(const char* name, void (*kernel)(Params, Launch), cons
   const Launch& launch = config.launch;
   if (launch.warps < 1 || launch.warps > max_warps) {
     return invalid_argument("warps per block is ", launch.warps, ", expected 1 to ", max_warps);
-  }
-  if (blocks > kMostInGrid) {
-    return unsupported(blocks, " blocks for the heads of a group; a launch allows ", kMostInGrid);
   }
   // The device's limit, not this launch's need: the attribute is the kernel's, and another thread's
   // launch may need more.

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <string>
+#include <utility>
 
 #include "cuda/step_kernel.h"
 #include "ops/delta_rule/cuda/config.h"
@@ -167,8 +168,8 @@ void expect_reach(const Params& good, Status (*validate)(const Params&),
     const Status status = validate(p);
     EXPECT_EQ(status.code(), StatusCode::kUnsupported) << name;
     EXPECT_EQ(status.message(),
-              std::string(name) + " is 2147483648 elements, kernels take up to 2147483647");
-    p.*stride = (std::int64_t{1} << 31) - 16;
+              std::string(name) + " is 2147483648 elements, kernels take up to 2147482624");
+    p.*stride = (std::int64_t{1} << 31) - 1024;
     EXPECT_TRUE(validate(p).ok()) << validate(p).message();
   }
   Params p = good;
@@ -235,23 +236,30 @@ TEST(StepKernel, StridesBeyond32BitsAreRefusedButForSlots) {
                    {&D::o_head_stride, "o head stride"}});
 }
 
-// Whatever the shape: no run is longer than its group, blocks cover it, and no warp of a block is
-// without a run to fold, as it would be if fewer runs than warps were cut.
+// Whatever the shape: no run is longer than its group, blocks cover it, and a block has no warp
+// that is without a run, be it to replay or to fold.
 TEST(StepKernel, RunsSuitTheHeadsOfAGroup) {
-  for (const std::int64_t head_dim : {16, 64, 80, 128}) {
-    for (const std::int64_t groups : {1, 8}) {
+  constexpr std::pair<DType, ReadCopyFormat> kStates[] = {{DType::kF32, ReadCopyFormat::kNone},
+                                                          {DType::kBF16, ReadCopyFormat::kNone},
+                                                          {DType::kF32, ReadCopyFormat::kNvfp4}};
+  for (const std::int64_t head_dim : {16, 32, 64, 80, 112, 128}) {
+    for (const std::int64_t groups : {1, 4, 8, 16, 32, 64}) {
       for (const int drafts : {1, 4, 16}) {
-        for (const DType checkpoint : {DType::kF32, DType::kBF16}) {
+        for (const auto& [checkpoint, copy] : kStates) {
           for (const std::int64_t rows : {0, 1, 8, 64, 512}) {
             Mamba2CudaParams p = mamba2_params(rows, drafts);
             p.head_dim = head_dim;
             p.groups = groups;
             p.checkpoint = checkpoint;
+            p.copy.format = copy;
             const Mamba2Tuning streamed{.kernel = StepKernel::kStreamed};
             const auto config = choose_mamba2_config(p, device_of(90), streamed).value();
             const Mamba2Launch& launch = config.launch;
             ASSERT_LE(launch.tiles_per_run, launch.tiles_per_group) << config.to_string();
-            ASSERT_LE(launch.fold_tiles_per_run * (launch.warps - 1), launch.tiles_per_group)
+            const int before_last = launch.warps - 1;
+            ASSERT_LT(before_last * launch.tiles_per_run, launch.tiles_per_group)
+                << config.to_string();
+            ASSERT_LT(before_last * launch.fold_tiles_per_run, launch.tiles_per_group)
                 << config.to_string();
             const auto shorter = std::min(launch.tiles_per_run, launch.fold_tiles_per_run);
             ASSERT_GE(shorter, 1);
@@ -271,6 +279,16 @@ TEST(StepKernel, FewRowsAreCutIntoShorterRuns) {
   EXPECT_EQ(launch_of(256).tiles_per_run, launch_of(256).tiles_per_head);
   EXPECT_LT(launch_of(64).tiles_per_run, launch_of(64).tiles_per_head);
   EXPECT_LT(launch_of(64).fold_tiles_per_run, launch_of(256).fold_tiles_per_run);
+}
+
+TEST(StepKernel, GroupsThatExceedAGridAreRefused) {
+  Mamba2CudaParams p = mamba2_params(1);
+  p.heads = 1 << 24;
+  p.groups = 1;
+  EXPECT_TRUE(refused(choose_mamba2_config(p, device_of(90)).status(), StatusCode::kUnsupported,
+                      {"4194304 blocks", "65535"}));
+  p.groups = 1 << 20;
+  EXPECT_TRUE(choose_mamba2_config(p, device_of(90)).ok());
 }
 
 TEST(StepKernel, DraftsOfTwoByteStatesHaveThreeStages) {

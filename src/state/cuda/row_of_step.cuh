@@ -43,7 +43,7 @@ class RowOfStep {
 
   /// An index times its axis' stride, by one instruction to 64 bits where their product takes four:
   /// all strides but those of slots fit in 32 (cuda/operand_checks.h).
-  static __device__ __forceinline__ std::int64_t offset(int index, std::int64_t stride) {
+  static __device__ __forceinline__ std::int64_t along(int index, std::int64_t stride) {
     return ptx::multiply_wide(index, static_cast<std::int32_t>(stride));
   }
 
@@ -59,7 +59,7 @@ class RowOfStep {
   static __device__ __forceinline__ T* item_of(bool first, const Axis<T>& a, const Axis<T>& b) {
     T* const from = first ? a.from : b.from;
     const auto stride = static_cast<std::int32_t>(first ? a.stride : b.stride);
-    return from + offset(first ? a.index : b.index, stride);
+    return from + along(first ? a.index : b.index, stride);
   }
 
   int places;  // of the ring

@@ -226,7 +226,9 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
                             device));
     if (is_direct) {
       const DeltaRuleCudaConfig direct = direct_config(p, device, tuning);
-      if (direct.blocks_per_multiprocessor > 0) return direct;
+      if (direct.blocks_per_multiprocessor > 0) {
+        return within_grid(direct, direct.blocks_per_key);
+      }
     }
   }
   struct Candidate {
@@ -275,7 +277,7 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
     }
     config.reason = asked ? "as asked" : candidate.reason;
     suit_to_device(device, config);
-    return config;
+    return within_grid(config, config.blocks_per_key);
   }
   return unsupported("a block needs ", least_bytes, " bytes of shared memory for window ",
                      p.limits.window, ", draft capacity ", p.limits.draft_capacity, " and key_dim ",

@@ -279,8 +279,8 @@ class DeltaRuleStepKernel
     for (int b = 0; b < kBlocks; ++b) {
       const int t = 4 * b + q;
       if (t >= own || tile >= run_length()) continue;
-      values.v[b][0] = from[Row::offset(t, p.v_token_stride)];
-      values.v[b][1] = from[Row::offset(t, p.v_token_stride) + 8];
+      values.v[b][0] = from[Row::along(t, p.v_token_stride)];
+      values.v[b][1] = from[Row::along(t, p.v_token_stride) + 8];
     }
     return values;
   }
@@ -525,7 +525,7 @@ class DeltaRuleStepKernel
     for (int b = 0; b < kBlocks; ++b) {
       const int t = 4 * b + q;
       if (t >= own) break;
-      Act* o_at = o + Row::offset(t, p.o_token_stride);
+      Act* o_at = o + Row::along(t, p.o_token_stride);
       o_at[0] = narrow<Act>(sums[b][1]);
       o_at[8] = narrow<Act>(sums[b][3]);
       const int offset = value_offset(live + t);

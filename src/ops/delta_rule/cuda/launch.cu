@@ -105,9 +105,10 @@ Status validate_delta_rule(const DeltaRuleCudaParams& p) {
     RSSM_RETURN_IF_ERROR(
         check_strides({{"decay ring slot stride", p.ring_decay_slot_stride, DType::kF32, true},
                        {"decay ring head stride", p.ring_decay_head_stride, DType::kF32}}));
+  } else {
+    RSSM_RETURN_IF_ERROR(check_reach("decay ring head stride", p.ring_decay_head_stride));
   }
   RSSM_RETURN_IF_ERROR(check_reach("k scale ring head stride", p.ring_k_scale_head_stride));
-  RSSM_RETURN_IF_ERROR(check_reach("decay ring head stride", p.ring_decay_head_stride));
   RSSM_RETURN_IF_ERROR(check_reach("beta ring head stride", p.ring_beta_head_stride));
   if (p.token_count == 0) return {};
   RSSM_RETURN_IF_ERROR(check_pointer("q", p.q));
@@ -120,9 +121,10 @@ Status validate_delta_rule(const DeltaRuleCudaParams& p) {
     const DType gate = p.gate_is_f32 ? DType::kF32 : p.activation;
     RSSM_RETURN_IF_ERROR(check_strides({{"a token stride", p.gate_token_stride, gate},
                                         {"a head stride", p.gate_head_stride, gate}}));
+  } else {
+    RSSM_RETURN_IF_ERROR(check_reach("a token stride", p.gate_token_stride));
+    RSSM_RETURN_IF_ERROR(check_reach("a head stride", p.gate_head_stride));
   }
-  RSSM_RETURN_IF_ERROR(check_reach("a token stride", p.gate_token_stride));
-  RSSM_RETURN_IF_ERROR(check_reach("a head stride", p.gate_head_stride));
   RSSM_RETURN_IF_ERROR(check_reach("b token stride", p.beta_token_stride));
   RSSM_RETURN_IF_ERROR(check_reach("o token stride", p.o_token_stride));
   RSSM_RETURN_IF_ERROR(check_reach("o head stride", p.o_head_stride));

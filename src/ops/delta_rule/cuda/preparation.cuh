@@ -130,7 +130,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
       if (lane * 16 >= channels_from(n) * gate_bytes()) return;
       ptx::copy_async_16(
           raw_channel_gates(t, n) + lane * 16,
-          from + Row::offset(t * gate_bytes(), p.gate_token_stride) + n * gate_bytes());
+          from + Row::along(t * gate_bytes(), p.gate_token_stride) + n * gate_bytes());
     });
   }
   __device__ __forceinline__ int gate_bytes() const {

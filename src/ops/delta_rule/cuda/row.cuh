@@ -67,24 +67,24 @@ class DeltaRuleRow : protected RowOfStep {
   /// The run's first tile; others follow it.
   __device__ __forceinline__ State* state() const {
     return static_cast<State*>(p.state) + slot * p.state_slot_stride +
-           offset(head, p.state_head_stride) + offset(first_row, p.shape.key_dim);
+           along(head, p.state_head_stride) + along(first_row, p.shape.key_dim);
   }
   __device__ __forceinline__ Act* ring_k(int entry) const {
     return static_cast<Act*>(p.ring_k) + slot * p.ring_k_slot_stride +
-           offset(key_head, p.ring_k_head_stride) + offset(place(entry), p.shape.key_dim);
+           along(key_head, p.ring_k_head_stride) + along(place(entry), p.shape.key_dim);
   }
   __device__ __forceinline__ float* ring_k_scale(int entry) const {
     return p.ring_k_scale + slot * p.ring_k_scale_slot_stride +
-           offset(key_head, p.ring_k_scale_head_stride) + place(entry);
+           along(key_head, p.ring_k_scale_head_stride) + place(entry);
   }
   /// Place 0 of the rings of v and of deltas, and token 0 of v and o, from the run's first row on.
   __device__ __forceinline__ Act* ring_v() const {
     return static_cast<Act*>(p.ring_v) + slot * p.ring_v_slot_stride +
-           offset(head, p.ring_v_head_stride) + first_row;
+           along(head, p.ring_v_head_stride) + first_row;
   }
   __device__ __forceinline__ Act* ring_delta() const {
     return static_cast<Act*>(p.ring_delta) + slot * p.ring_delta_slot_stride +
-           offset(head, p.ring_delta_head_stride) + first_row;
+           along(head, p.ring_delta_head_stride) + first_row;
   }
   /// From place 0 to the place of an entry.
   __device__ __forceinline__ int value_offset(int entry) const {
@@ -92,28 +92,28 @@ class DeltaRuleRow : protected RowOfStep {
   }
   /// Of the run's head.
   __device__ __forceinline__ float* ring_decay(int entry) const {
-    return p.ring_decay + slot * p.ring_decay_slot_stride + offset(head, p.ring_decay_head_stride) +
-           offset(place(entry), launch.decays);
+    return p.ring_decay + slot * p.ring_decay_slot_stride + along(head, p.ring_decay_head_stride) +
+           along(place(entry), launch.decays);
   }
   __device__ __forceinline__ float* ring_beta(int entry) const {
-    return p.ring_beta + slot * p.ring_beta_slot_stride + offset(head, p.ring_beta_head_stride) +
+    return p.ring_beta + slot * p.ring_beta_slot_stride + along(head, p.ring_beta_head_stride) +
            place(entry);
   }
   __device__ __forceinline__ const Act* token_q(int t) const {
-    return static_cast<const Act*>(p.q) + offset(token_begin + t, p.q_token_stride) +
-           offset(key_head, p.q_head_stride);
+    return static_cast<const Act*>(p.q) + along(token_begin + t, p.q_token_stride) +
+           along(key_head, p.q_head_stride);
   }
   __device__ __forceinline__ const Act* token_k(int t) const {
-    return static_cast<const Act*>(p.k) + offset(token_begin + t, p.k_token_stride) +
-           offset(key_head, p.k_head_stride);
+    return static_cast<const Act*>(p.k) + along(token_begin + t, p.k_token_stride) +
+           along(key_head, p.k_head_stride);
   }
   __device__ __forceinline__ const Act* token_v(int t) const {
-    return static_cast<const Act*>(p.v) + offset(token_begin + t, p.v_token_stride) +
-           offset(head, p.v_head_stride) + first_row;
+    return static_cast<const Act*>(p.v) + along(token_begin + t, p.v_token_stride) +
+           along(head, p.v_head_stride) + first_row;
   }
   __device__ __forceinline__ Act* output(int t) const {
-    return static_cast<Act*>(p.o) + offset(token_begin + t, p.o_token_stride) +
-           offset(head, p.o_head_stride) + first_row;
+    return static_cast<Act*>(p.o) + along(token_begin + t, p.o_token_stride) +
+           along(head, p.o_head_stride) + first_row;
   }
   /// A gate or beta as received.
   struct Raw {
@@ -130,10 +130,10 @@ class DeltaRuleRow : protected RowOfStep {
   __device__ __forceinline__ Raw raw_gate(int t, int channel = 0) const {
     return raw(
         p.gate, p.gate_is_f32,
-        offset(token_begin + t, p.gate_token_stride) + offset(head, p.gate_head_stride) + channel);
+        along(token_begin + t, p.gate_token_stride) + along(head, p.gate_head_stride) + channel);
   }
   __device__ __forceinline__ Raw raw_beta(int t) const {
-    return raw(p.beta, p.beta_is_f32, offset(token_begin + t, p.beta_token_stride) + head);
+    return raw(p.beta, p.beta_is_f32, along(token_begin + t, p.beta_token_stride) + head);
   }
   /// The model's part of a gate.
   struct GateParameters {

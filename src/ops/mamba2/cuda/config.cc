@@ -47,65 +47,88 @@ Mamba2SharedPlan plan_shared(const Mamba2CudaParams& p, Mamba2Launch& launch) {
   return plan;
 }
 
+/// Lengths of runs, in tiles: of rows that read (or are committed), and of rows that flush.
 struct Runs {
-  std::int64_t replay, fold;  // tiles
+  std::int64_t replay, fold;
 };
 
-/// Tiles of one head that a run has at most: all, or equal parts of up to five.
-std::int64_t part_of_head(std::int64_t tiles_per_head) {
+/// Sixteen warps to a multiprocessor: what runs are counted against.
+std::int64_t warps_of(const CudaDeviceInfo& device) {
+  return std::int64_t{16} * std::max(1, device.multiprocessors);
+}
+
+/// A run's part of the heads: one of three to five tiles, as even a part of a larger one, or as
+/// many small ones as have four. Runs are cut from a group, so that those of an uneven part cross
+/// heads.
+std::int64_t part_of_heads(std::int64_t tiles_per_head) {
+  if (tiles_per_head < 3) return 4 / tiles_per_head * tiles_per_head;
   const std::int64_t parts = (tiles_per_head + 4) / 5;
   return (tiles_per_head + parts - 1) / parts;
 }
 
 /// Runs of checkpoints. A run prepares something for each of its heads and little for itself, so
-/// that one head is long enough; where the tiles are few, parts of one end more evenly. Rows that
-/// flush are arithmetic, in runs so long that most warps are left to rows that read, and so short
-/// that the last of them do not end the step. Measured on an H200 for batches of 8 to 512.
+/// that one head is long enough; where tiles are few, half of one ends more evenly. Rows that flush
+/// are arithmetic: in runs so long that most warps are left to rows that read, and so short that
+/// the last of them do not end the step. Measured on an H200 for batches of 8 to 512.
 Runs runs_of_states(const Mamba2CudaParams& p, std::int64_t tiles, std::int64_t tiles_per_head,
                     const CudaDeviceInfo& device) {
   const bool wide = p.checkpoint == DType::kF32;
   const Mamba2Variant variant = mamba2_variant(p);
   const bool one_token = variant == Mamba2Variant::kOneToken;
-  const std::int64_t part = part_of_head(tiles_per_head);
-  const std::int64_t warps = std::int64_t{16} * device.multiprocessors;
+  const std::int64_t part = part_of_heads(tiles_per_head);
+  const std::int64_t warps = warps_of(device);
   Runs runs{part, part};
-  // Drafts of more than eight tokens, and state sizes other than 128, prepare more.
+  // It prepares more.
   if (variant == Mamba2Variant::kGeneral) runs.replay *= 2;
   // One token on fp32 states waits for memory: it wants runs that begin at different times.
-  if (one_token && wide && tiles < 22 * warps) runs.replay = (part + 1) / 2;
+  if (one_token && wide && part % 2 == 0 && tiles < 22 * warps) runs.replay /= 2;
   const std::int64_t enough = one_token ? warps * 9 / 10 : warps * 7 / 4;
   while (runs.replay > 2 && tiles / runs.replay < enough) runs.replay = (runs.replay + 1) / 2;
-  // What a warp's share of the step leaves for the longest run.
-  const std::int64_t shares = warps * (one_token || wide ? 4 : 3);
+  // A quarter of a warp's share of the step, or a third; in whole replaying runs if it has them.
+  const std::int64_t parts = warps * (one_token || wide ? 4 : 3);
   const std::int64_t longest = std::max(
-      {(tiles + shares - 1) / shares, one_token ? runs.replay / 2 : runs.replay, std::int64_t{1}});
-  runs.fold = std::min(longest, runs.replay);
-  while (runs.fold < longest && runs.fold < 4 * part) runs.fold *= 2;
+      {(tiles + parts - 1) / parts, one_token ? runs.replay / 2 : runs.replay, std::int64_t{1}});
+  runs.fold =
+      longest < runs.replay ? longest : (longest + runs.replay / 2) / runs.replay * runs.replay;
+  runs.fold = std::min(runs.fold, 4 * part);
   return runs;
 }
 
 /// Runs of read copies, which leave little to load: long ones prepare less.
 Runs runs_of_copies(const Mamba2CudaParams& p, std::int64_t tiles, const CudaDeviceInfo& device) {
-  // Measured on an H200: with one token a wave of sixteen warps per multiprocessor is enough; with
-  // several, below three and a half the last one costs more than that saves, down to four tiles,
-  // and below two waves further.
+  // Measured on an H200: with one token a run for each of those warps is enough; with several,
+  // below three and a half the last one costs more than that saves, down to four tiles, and below
+  // two further.
   constexpr std::int64_t kShort = 4;
-  const std::int64_t wave = std::int64_t{16} * device.multiprocessors;
+  const std::int64_t warps = warps_of(device);
   std::int64_t most = 16;
   const bool one_token = mamba2_variant(p) == Mamba2Variant::kOneToken;
   if (one_token) {
-    while (most > 1 && tiles / most < wave * 9 / 10) most /= 2;
+    while (most > 1 && tiles / most < warps * 9 / 10) most /= 2;
   } else {
-    while (most > kShort && tiles / most < wave * 7 / 2) most /= 2;
-    while (most > 1 && tiles / most < wave * 7 / 4) most /= 2;
+    while (most > kShort && tiles / most < warps * 7 / 2) most /= 2;
+    while (most > 1 && tiles / most < warps * 7 / 4) most /= 2;
   }
   // A run that folds lasts several times as long: where runs are few, half of one is long enough.
-  const bool few = one_token && tiles / most < 2 * wave;
+  const bool few = one_token && tiles / most < 2 * warps;
   return {most, std::min<std::int64_t>(8, few ? std::max<std::int64_t>(1, most / 2) : most)};
 }
 
+/// Runs of the step, if all its rows read.
+std::int64_t replaying_runs(const Mamba2CudaParams& p, const Mamba2Launch& launch) {
+  const std::int64_t of_group =
+      (launch.tiles_per_group + launch.tiles_per_run - 1) / launch.tiles_per_run;
+  return p.row_count * p.groups * of_group;
+}
+/// A block per run where there are fewer runs than multiprocessors can take.
+bool has_few_runs(const Mamba2CudaParams& p, const Mamba2Launch& launch,
+                  const CudaDeviceInfo& device) {
+  return replaying_runs(p, launch) < std::int64_t{4} * device.multiprocessors;
+}
+
 /// Cuts the step into runs: long enough to amortize what a run prepares, short enough that the last
-/// ones do not leave multiprocessors idle.
+/// ones do not leave multiprocessors idle. No block has warps that rows of one kind or the other
+/// leave without a run while others have several: it holds its shared memory for all of them.
 void cut_runs(const Mamba2CudaParams& p, const CudaDeviceInfo& device, const Mamba2Tuning& tuning,
               Mamba2Launch& launch) {
   launch.head_dim = static_cast<std::int32_t>(p.head_dim);
@@ -117,21 +140,23 @@ void cut_runs(const Mamba2CudaParams& p, const CudaDeviceInfo& device, const Mam
   launch.ring_x_jump = p.ring_x_head_stride - p.head_dim;
   launch.y_jump = p.y_head_stride - p.head_dim;
   const std::int64_t tiles = p.row_count * p.groups * launch.tiles_per_group;
-  Runs runs = p.copy.format != ReadCopyFormat::kNone
-                  ? runs_of_copies(p, tiles, device)
-                  : runs_of_states(p, tiles, launch.tiles_per_head, device);
-  // A block's warps all have one of a group's runs.
-  runs.fold =
-      std::min<std::int64_t>(runs.fold, (launch.tiles_per_group + launch.warps - 1) / launch.warps);
-  const auto tiles_of = [&](int asked, std::int64_t wanted) {
-    return static_cast<std::int32_t>(
-        std::min<std::int64_t>(asked != 0 ? asked : wanted, launch.tiles_per_group));
+  const Runs runs = p.copy.format != ReadCopyFormat::kNone
+                        ? runs_of_copies(p, tiles, device)
+                        : runs_of_states(p, tiles, launch.tiles_per_head, device);
+  const auto tiles_of = [&](int asked, std::int64_t wanted, std::int32_t most) {
+    return static_cast<std::int32_t>(std::min<std::int64_t>(
+        asked != 0 ? asked : std::min<std::int64_t>(wanted, most), launch.tiles_per_group));
   };
-  launch.tiles_per_run = tiles_of(tuning.tiles_per_run, runs.replay);
-  launch.fold_tiles_per_run = tiles_of(
-      tuning.fold_tiles_per_run != 0 ? tuning.fold_tiles_per_run : tuning.tiles_per_run, runs.fold);
-  const std::int32_t shorter = std::min(launch.tiles_per_run, launch.fold_tiles_per_run);
-  launch.runs_per_group = (launch.tiles_per_group + shorter - 1) / shorter;
+  const auto runs_for = [&](std::int32_t length) {
+    return (launch.tiles_per_group + length - 1) / length;
+  };
+  launch.tiles_per_run = tiles_of(tuning.tiles_per_run, runs.replay, launch.tiles_per_group);
+  if (tuning.warps == 0 && has_few_runs(p, launch, device)) launch.warps = 1;
+  launch.warps = std::min(launch.warps, runs_for(launch.tiles_per_run));
+  launch.fold_tiles_per_run =
+      tiles_of(tuning.fold_tiles_per_run != 0 ? tuning.fold_tiles_per_run : tuning.tiles_per_run,
+               runs.fold, std::max(1, launch.tiles_per_group / launch.warps));
+  launch.runs_per_group = runs_for(std::min(launch.tiles_per_run, launch.fold_tiles_per_run));
 }
 
 /// Read copies leave little to load and less to prepare: half a wave of blocks a quarter as long at
@@ -238,7 +263,10 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
         const bool is_direct,
         takes_direct_kernel(tuning.kernel, is_direct_for_any_rows(p.plain, p.checkpoint),
                             p.heads * p.head_dim * p.row_count, kMostRows, device));
-    if (is_direct) return direct_config(p, device, tuning);
+    if (is_direct) {
+      const Mamba2CudaConfig direct = direct_config(p, device, tuning);
+      return within_grid(direct, direct.blocks_per_group);
+    }
   }
   // Tried in this order: the first with the wanted warps per multiprocessor wins, else the one with
   // most.
@@ -270,7 +298,8 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
     config.variant = mamba2_variant(p);
     Mamba2Launch& launch = config.launch;
     launch.warps = tuning.warps != 0 ? tuning.warps : candidate.warps;
-    launch.stages = tuning.stages != 0 ? tuning.stages : candidate.stages;
+    launch.stages =
+        tuning.stages != 0 ? std::min(tuning.stages, kMamba2MaxStages) : candidate.stages;
     config.reason = tuning.warps != 0 || tuning.stages != 0 ? "as asked" : candidate.reason;
     cut_runs(p, device, tuning, launch);
     // A head's tiles, usually: a stage of them is smaller than one of the checkpoint.
@@ -280,11 +309,6 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
     launch.copy_tiles = std::min(launch.copy_tiles, launch.tiles_per_run);
     launch.stages =
         std::min(launch.stages, (launch.tiles_per_run + launch.copy_tiles - 1) / launch.copy_tiles);
-    const std::int64_t runs = p.row_count * p.groups * launch.runs_per_group;
-    // A block per run where there are fewer runs than multiprocessors can take.
-    const bool few = runs < std::int64_t{4} * device.multiprocessors;
-    if (tuning.warps == 0 && few) launch.warps = 1;
-    launch.warps = std::min(launch.warps, launch.runs_per_group);
     config.blocks_per_group = (launch.runs_per_group + launch.warps - 1) / launch.warps;
     config.blocks = config.blocks_per_group * p.groups * p.row_count;
     launch.shared = plan_shared(p, launch);
@@ -297,7 +321,8 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
       most_warps = warps;
     }
     if (warps >= resident_warps) break;
-    if (few || (launch.stages < candidate.stages && launch.stages == 1)) break;
+    if (has_few_runs(p, launch, device)) break;
+    if (launch.stages < candidate.stages && launch.stages == 1) break;
   }
   if (most_warps == 0) {
     return unsupported("a block needs ", least_bytes, " bytes of shared memory for window ",
@@ -308,7 +333,7 @@ Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& p,
   suit_to_device(device, best);
   cut_tail(p, device, tuning, best);
   best.launch.prefetches = prefetches(p, best, device);
-  return best;
+  return within_grid(best, best.blocks_per_group);
 }
 
 }  // namespace replayssm::cuda

@@ -1,10 +1,10 @@
 // The Mamba-2 step on the GPU: rows of every kind in one launch.
 //
 // The unit of work is a tile: 16 rows of one head's state. A warp takes a run of consecutive tiles
-// of one group of one row, alone: it asks for its first tiles, computes what the run shares (the
-// products B . C of the window) and what a head shares (time steps, decays, the window's weights),
-// and then waits for a tile, uses it and asks for the one `stages` further on. Blocks exist only to
-// be scheduled; warps never wait for each other.
+// of one group of one row, alone: it asks for B and C and for its first tiles, computes what the
+// run shares (the products B . C of the window) and what a head shares (time steps, decays, the
+// window's weights), and then waits for a tile, uses it and asks for the one `stages` further on.
+// Blocks exist only to be scheduled; warps never wait for each other.
 //
 // Outputs of tentative rows are products on the tensor cores (cuda/ptx/mma.cuh):
 //   y[p, t] = scale_t  sum_n S[p, n] C[t, n]  +  sum_e x[e, p] W[e, t]
@@ -326,7 +326,7 @@ class Mamba2StepKernel
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (8 * k + 2 * q + i < own) {
-          Act* to = y_at + Base::offset(8 * k + i, p.y_token_stride);
+          Act* to = y_at + Base::along(8 * k + i, p.y_token_stride);
           to[0] = narrow<Act>(y[k][i]);
           to[8] = narrow<Act>(y[k][i + 2]);
         }

@@ -64,7 +64,7 @@ class Mamba2Row : protected RowOfStep {
 
   __device__ __forceinline__ State* state(const Position& at) const {
     return static_cast<State*>(p.state) + slot * p.state_slot_stride +
-           offset(at.head, p.state_head_stride) + at.p0 * kStateSize;
+           along(at.head, p.state_head_stride) + at.p0 * kStateSize;
   }
   /// Of the rows from at.p0 on.
   __device__ __forceinline__ float* deferred_decay(const Position& at) const {
@@ -85,45 +85,45 @@ class Mamba2Row : protected RowOfStep {
 
   __device__ __forceinline__ Act* ring_x_places(const Position& at) const {
     return static_cast<Act*>(p.ring_x) + slot * p.ring_x_slot_stride +
-           offset(at.head, p.ring_x_head_stride) + at.p0;
+           along(at.head, p.ring_x_head_stride) + at.p0;
   }
   __device__ __forceinline__ Act* ring_x(const Position& at, int entry) const {
-    return ring_x_places(at) + offset(place(entry), p.ring_x_place_stride);
+    return ring_x_places(at) + along(place(entry), p.ring_x_place_stride);
   }
   __device__ __forceinline__ Act* ring_b_places() const {
     return static_cast<Act*>(p.ring_b) + slot * p.ring_b_slot_stride +
-           offset(group, p.ring_b_group_stride);
+           along(group, p.ring_b_group_stride);
   }
   __device__ __forceinline__ Act* ring_b(int entry) const {
-    return ring_b_places() + offset(place(entry), p.ring_b_place_stride);
+    return ring_b_places() + along(place(entry), p.ring_b_place_stride);
   }
   __device__ __forceinline__ float* ring_dt(int head, int entry) const {
-    return p.ring_dt + slot * p.ring_dt_slot_stride + offset(head, p.ring_dt_head_stride) +
+    return p.ring_dt + slot * p.ring_dt_slot_stride + along(head, p.ring_dt_head_stride) +
            place(entry);
   }
   __device__ __forceinline__ const Act* tokens_x(const Position& at) const {
-    return static_cast<const Act*>(p.x) + offset(at.head, p.x_head_stride) + at.p0;
+    return static_cast<const Act*>(p.x) + along(at.head, p.x_head_stride) + at.p0;
   }
   __device__ __forceinline__ const Act* token_x(int t, const Position& at) const {
-    return tokens_x(at) + offset(token_begin + t, p.x_token_stride);
+    return tokens_x(at) + along(token_begin + t, p.x_token_stride);
   }
   __device__ __forceinline__ const Act* tokens_b() const {
-    return static_cast<const Act*>(p.b) + offset(group, p.b_group_stride);
+    return static_cast<const Act*>(p.b) + along(group, p.b_group_stride);
   }
   __device__ __forceinline__ const Act* token_b(int t) const {
-    return tokens_b() + offset(token_begin + t, p.b_token_stride);
+    return tokens_b() + along(token_begin + t, p.b_token_stride);
   }
   __device__ __forceinline__ const Act* token_c(int t) const {
-    return static_cast<const Act*>(p.c) + offset(token_begin + t, p.c_token_stride) +
-           offset(group, p.c_group_stride);
+    return static_cast<const Act*>(p.c) + along(token_begin + t, p.c_token_stride) +
+           along(group, p.c_group_stride);
   }
   __device__ __forceinline__ const Act* gate(int t, const Position& at) const {
-    return static_cast<const Act*>(p.z) + offset(token_begin + t, p.z_token_stride) +
-           offset(at.head, p.z_head_stride) + at.p0;
+    return static_cast<const Act*>(p.z) + along(token_begin + t, p.z_token_stride) +
+           along(at.head, p.z_head_stride) + at.p0;
   }
   __device__ __forceinline__ Act* output(int t, const Position& at) const {
-    return static_cast<Act*>(p.y) + offset(token_begin + t, p.y_token_stride) +
-           offset(at.head, p.y_head_stride) + at.p0;
+    return static_cast<Act*>(p.y) + along(token_begin + t, p.y_token_stride) +
+           along(at.head, p.y_head_stride) + at.p0;
   }
   /// Of a live record, or of a token behind them.
   __device__ __forceinline__ const Act* entry_x(const Position& at, int entry) const {
@@ -136,7 +136,7 @@ class Mamba2Row : protected RowOfStep {
                               {tokens_b(), token_begin + entry - live, p.b_token_stride});
   }
   __device__ __forceinline__ LoadedNumber<Act> raw_time_step(int t, int head) const {
-    return {p.dt, offset(token_begin + t, p.dt_token_stride) + head, p.dt_is_f32};
+    return {p.dt, along(token_begin + t, p.dt_token_stride) + head, p.dt_is_f32};
   }
   __device__ __forceinline__ float time_step(int t, int head) const {
     return mamba2_time_step(raw_time_step(t, head).value(p.dt_is_f32),

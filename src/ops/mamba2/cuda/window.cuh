@@ -97,21 +97,22 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
   // For B . C lane (g, q) has chunk q of every four.
   using Chunk = Packed<Act, kActPerChunk>;
   static constexpr int kGroupSegments = kBChunks / 4;
-  // Blocks of entries whose B is loaded before anything else: all that a window of 16 has, but for
-  // the rows that fill it.
-  static constexpr int kBlocksAhead = 2;
-
-  static constexpr int kWideColumns = !kWideState || kHasCopy ? 0
-                                      : kOnePlain             ? kOneVectors
-                                                              : kSegments;
+  // What is loaded before anything else, as far as registers allow. Blocks of entries whose B is:
+  // all that a window of 16 has, but for the rows that fill it.
+  static constexpr int kBlocksAhead = kWideAct ? 1 : 2;
+  // Segments of C as the state is multiplied with it, where that is not how B . C has it.
+  static constexpr bool kSharesC = !kOnePlain && kOwn == kActPerChunk;
+  static constexpr int kSegmentsAhead = kSharesC || kHasCopy || kWideAct ? 0
+                                        : kOnePlain                      ? kOneVectors
+                                                                         : kSegments;
 
   /// What B . C is formed of, asked for as soon as a warp knows its run, so that it is there when
   /// the run's first loads are under way.
   struct GroupInputs {
     Chunk c[kBlocks][kGroupSegments];       // of token 8 k + g
     Chunk b[kBlocksAhead][kGroupSegments];  // of entry 8 i + g
-    // C again, as an fp32 state is multiplied with it.
-    Columns columns[kBlocks][kWideColumns > 0 ? kWideColumns : 1];
+    // What the lane multiplies the state with.
+    Columns columns[kBlocks][kSegmentsAhead > 0 ? kSegmentsAhead : 1];
   };
 
   /// `first`: the first entry the window has, after the live records of a row that folds them.
@@ -127,18 +128,28 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k) {
 #pragma unroll
-      for (int s = 0; s < kWideColumns; ++s) in.columns[k][s] = load_column(k, s);
+      for (int s = 0; s < kSegmentsAhead; ++s) in.columns[k][s] = load_columns_of(k, s);
     }
     return in;
   }
 
-  /// What this lane multiplies the state with: vector s of C of its token.
-  __device__ __forceinline__ Columns load_column(int k, int s) const {
+  /// What this lane multiplies the state with: its columns of segment s of its token's C.
+  __device__ __forceinline__ Columns load_columns_of(int k, int s) const {
     const int token = kOnePlain ? 0 : 8 * k + g;
     const int vector = kOnePlain ? kOneLanes * s + lane % kOneLanes : 4 * s + q;
     Columns column{};
     if (token < own) column = load_packed<Act, kOwn>(token_c(token) + vector * kOwn);
     return column;
+  }
+
+  __device__ __forceinline__ Columns state_columns(const GroupInputs& in, int k, int s) const {
+    if constexpr (kSharesC) {
+      return in.c[k][s];
+    } else if constexpr (kSegmentsAhead > 0) {
+      return in.columns[k][s];
+    } else {
+      return load_columns_of(k, s);
+    }
   }
 
   __device__ __forceinline__ void load_entries(int block, int first,
@@ -157,7 +168,7 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
     }
   }
 
-  /// sums[i] += B . C of block i of `count`, one product of each after the other: a product waits
+  /// sums[i] += B . C of block i, one product of each after the other: a product waits
   /// for the one before it.
   template <int kCount>
   static __device__ __forceinline__ void multiply_blocks(const GroupInputs& in,
@@ -217,8 +228,9 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
     if constexpr (kOnePlain) {
 #pragma unroll
       for (int v = 0; v < kOneVectors; ++v) {
+        const Columns columns = state_columns(in, 0, v);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) one_columns[v][i] = in.columns[0][v][i];
+        for (int i = 0; i < kVector; ++i) one_columns[v][i] = columns[i];
       }
     } else if constexpr (kHasCopy) {
       // Its columns are prepared above.
@@ -226,7 +238,7 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
 #pragma unroll
       for (int k = 0; k < kBlocks; ++k) {
 #pragma unroll
-        for (int s = 0; s < kSegments; ++s) c[k][s] = in.c[k][s];
+        for (int s = 0; s < kSegments; ++s) c[k][s] = state_columns(in, k, s);
       }
       if constexpr (kF16Products) bring_columns_to_f16();
     } else {
@@ -234,9 +246,9 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
       for (int k = 0; k < kBlocks; ++k) {
 #pragma unroll
         for (int s = 0; s < kSegments; ++s) {
-          const Columns column = kWideColumns > 0 ? in.columns[k][s] : load_column(k, s);
+          const Columns columns = state_columns(in, k, s);
 #pragma unroll
-          for (int i = 0; i < kOwn; ++i) c_float[k][s][i] = column[i];
+          for (int i = 0; i < kOwn; ++i) c_float[k][s][i] = columns[i];
         }
       }
     }
