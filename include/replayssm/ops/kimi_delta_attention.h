@@ -57,13 +57,12 @@ Status kimi_delta_attention_step(const CpuContext& context, StatePool& pool, int
                                  const KimiDeltaAttentionOperands& operands);
 
 /// On a CUDA pool: the pointers of params and operands are device memory of the pool's device,
-/// aligned to 16 bytes, with strides of q, k and v that are multiples of 16 bytes. Strides
-/// and tokens of a step are below 2^31 - 1023 elements. One launch on
-/// the context's stream; it allocates nothing, does not wait, and may be captured in a graph.
-/// key_dim and value_dim are multiples of 16 up to 256, checkpoints f32, bf16 and f16, activations
-/// f32 and bf16, read copies of f32 and bf16 checkpoints with bf16 activations. Results differ from
-/// the CPU's in the order of sums; fp32 numbers are multiplied as two or three terms on the tensor
-/// cores.
+/// aligned to 16 bytes, with strides of q, k and v that are multiples of 16 bytes. Strides are less
+/// than 2^31 - 1023 elements, and so are the tokens of a step. One launch on the context's stream;
+/// it allocates nothing, does not wait, and may be captured in a graph. key_dim and value_dim are
+/// multiples of 16 up to 256, checkpoints f32, bf16 and f16, activations f32 and bf16, read copies
+/// of f32 and bf16 checkpoints with bf16 activations. Results differ from the CPU's in the order of
+/// sums; fp32 numbers are multiplied as two or three terms on the tensor cores.
 Status kimi_delta_attention_step(const CudaContext& context, StatePool& pool, int layer, Step& step,
                                  const KimiDeltaAttentionParams& params,
                                  const KimiDeltaAttentionOperands& operands);

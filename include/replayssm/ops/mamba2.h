@@ -72,14 +72,14 @@ Status mamba2_step(const CpuContext& context, StatePool& pool, int layer, Step& 
                    const Mamba2Params& params, const Mamba2Operands& operands);
 
 /// On a CUDA pool: the pointers of params and operands are device memory of the pool's device,
-/// aligned to 16 bytes, with strides of x, B and C that are multiples of 16 bytes. Strides
-/// and tokens of a step are below 2^31 - 1023 elements. One launch on
-/// the context's stream; it allocates nothing, does not wait, and may be captured in a graph. Head
-/// sizes are multiples of 16, state sizes 64, 128 or 256, types f32/f32, f32/bf16 and bf16/bf16
-/// (checkpoint/activation), read copies with bf16 activations. Results differ from the CPU's in the
-/// order of sums and by some units in the last place of softplus; fp32 weights and states are
-/// multiplied as two or three terms. An x that is not finite in a later token of a row reaches the
-/// outputs of the tokens before it.
+/// aligned to 16 bytes, with strides of x, B and C that are multiples of 16 bytes. Strides are less
+/// than 2^31 - 1023 elements, and so are the tokens of a step. One launch on the context's stream;
+/// it allocates nothing, does not wait, and may be captured in a graph. Head sizes are multiples of
+/// 16, state sizes 64, 128 or 256, types f32/f32, f32/bf16 and bf16/bf16 (checkpoint/activation),
+/// read copies with bf16 activations. Results differ from the CPU's in the order of sums and by
+/// some units in the last place of softplus; fp32 weights and states are multiplied as two or three
+/// terms. An x that is not finite in a later token of a row reaches the outputs of the tokens
+/// before it.
 Status mamba2_step(const CudaContext& context, StatePool& pool, int layer, Step& step,
                    const Mamba2Params& params, const Mamba2Operands& operands);
 

@@ -57,9 +57,8 @@ std::int64_t warps_of(const CudaDeviceInfo& device) {
   return std::int64_t{16} * std::max(1, device.multiprocessors);
 }
 
-/// A run's part of the heads: one of three to five tiles, as even a part of a larger one, or as
-/// many small ones as have four. Runs are cut from a group, so that those of an uneven part cross
-/// heads.
+/// Tiles of a run: a head's three to five, an even part of a larger head's, or those of as many
+/// smaller heads as have four. Runs are cut from a group: where parts are uneven they cross heads.
 std::int64_t part_of_heads(std::int64_t tiles_per_head) {
   if (tiles_per_head < 3) return 4 / tiles_per_head * tiles_per_head;
   const std::int64_t parts = (tiles_per_head + 4) / 5;
@@ -78,7 +77,7 @@ Runs runs_of_states(const Mamba2CudaParams& p, std::int64_t tiles, std::int64_t 
   const std::int64_t part = part_of_heads(tiles_per_head);
   const std::int64_t warps = warps_of(device);
   Runs runs{part, part};
-  // It prepares more.
+  // The general variant prepares more for a run.
   if (variant == Mamba2Variant::kGeneral) runs.replay *= 2;
   // One token on fp32 states waits for memory: it wants runs that begin at different times.
   if (one_token && wide && part % 2 == 0 && tiles < 22 * warps) runs.replay /= 2;
