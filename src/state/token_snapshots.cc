@@ -19,6 +19,11 @@ void copy_in_parallel(const CpuContext& context, const std::byte* from, std::byt
   });
 }
 
+/// A slot has the position of its token before it has the state.
+void invalidate(StatePool& pool, std::int32_t slot) {
+  static_cast<void>(pool.impl().invalidate(nullptr, slot).ok());
+}
+
 }  // namespace
 
 Result<TokenSnapshots> TokenSnapshots::begin(StatePool& pool, std::span<const Row> rows) {
@@ -50,6 +55,7 @@ Result<TokenSnapshots> TokenSnapshots::begin(StatePool& pool, std::span<const Ro
     }
     Result<Step> begun = pool.begin_step(step);
     if (!begun.ok()) {
+      for (const StepRow& row : step) invalidate(pool, row.slot);
       static_cast<void>(out.abort(pool).ok());
       return begun.status();
     }
@@ -102,7 +108,12 @@ Status TokenSnapshots::commit(StatePool& pool) {
 Status TokenSnapshots::abort(StatePool& pool) {
   Status status;
   for (Step& step : steps_) {
+    std::vector<std::int32_t> slots;  // a slot that left the step is not its business any more
+    for (const StepRow& row : step.rows()) {
+      if (pool.impl().holds(step, row)) slots.push_back(row.slot);
+    }
     if (Status ended = pool.abort(step); status.ok()) status = std::move(ended);
+    for (const std::int32_t slot : slots) invalidate(pool, slot);
   }
   return status;
 }

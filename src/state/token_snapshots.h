@@ -34,6 +34,7 @@ class TokenSnapshots {
 
   /// Every slot now holds the state after its token.
   Status commit(StatePool& pool);
+  /// The slots hold nothing: each is to be reset before it is used again.
   Status abort(StatePool& pool);
 
  private:

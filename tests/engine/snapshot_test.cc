@@ -6,6 +6,7 @@
 #include <array>
 #include <string>
 
+#include "state/token_snapshots.h"
 #include "support/model_test.h"
 #include "support/rng.h"
 
@@ -180,6 +181,36 @@ TEST_P(SnapshotTest, Refusals) {
   ASSERT_TRUE(is_ok(e->commit(std::array<std::int64_t, 1>{1}))) << "the step stayed open";
   ASSERT_TRUE(is_ok(e->close(s)));
   EXPECT_FALSE(e->close(s).ok()) << "closed twice";
+}
+
+/// What never ran, or failed, left no state behind: its slots are to be reset, whatever position
+/// they were given; slots that left the steps before are not touched.
+TEST(TokenSnapshotsTest, AbortedSlotsHoldNothing) {
+  StatePoolOptions options;
+  options.layers = {LayerSpec{Mamba2Shape{2, 16, 16, 1}, {}}};
+  options.slots = 5;
+  StatePool pool = StatePool::create(options).value();
+  for (const std::int32_t slot : {0, 3}) ASSERT_TRUE(is_ok(pool.reset(slot)));
+  const auto expect_invalid = [&](std::int32_t slot) {
+    EXPECT_TRUE(refused(pool.cursor(slot).status(), StatusCode::kFailedPrecondition,
+                        {"slot " + std::to_string(slot), "invalid"}));
+  };
+
+  const std::array one{TokenSnapshots::Row{.from = 0, .slots = {1, 2, 4}}};
+  TokenSnapshots taken = TokenSnapshots::begin(pool, one).value();
+  ASSERT_TRUE(is_ok(pool.reset(4)));
+  ASSERT_TRUE(is_ok(taken.abort(pool)));
+  for (const std::int32_t slot : {1, 2}) expect_invalid(slot);
+  for (const std::int32_t slot : {0, 3, 4}) EXPECT_EQ(pool.cursor(slot).value().position, 0);
+
+  // The second tokens' slots are one: their step cannot begin.
+  const std::array twice{TokenSnapshots::Row{.from = 0, .slots = {1, 4}},
+                         TokenSnapshots::Row{.from = 3, .token_begin = 2, .slots = {2, 4}}};
+  EXPECT_TRUE(refused(TokenSnapshots::begin(pool, twice).status(), StatusCode::kInvalidArgument,
+                      {"slot 4"}));
+  for (const std::int32_t slot : {1, 2, 4}) expect_invalid(slot);
+  for (const std::int32_t slot : {0, 3}) EXPECT_EQ(pool.cursor(slot).value().position, 0);
+  ASSERT_TRUE(is_ok(TokenSnapshots::begin(pool, one).value().abort(pool)));
 }
 
 INSTANTIATE_TEST_SUITE_P(Checkpoints, SnapshotTest,
