@@ -23,9 +23,17 @@ inline constexpr std::int64_t kMostIn32Bits = (std::int64_t{1} << 31) - 1024;
 
 /// Kernels multiply indices by strides of 32 bits, to 64 (state/cuda/row_of_step.cuh), but for
 /// slots'.
-inline Status check_reach(const char* name, std::int64_t elements) {
-  if (elements >= -kMostIn32Bits && elements <= kMostIn32Bits) return {};
-  return unsupported(name, " is ", elements, " elements, kernels take up to ", kMostIn32Bits);
+struct Reach {
+  const char* name;
+  std::int64_t elements;
+};
+
+inline Status check_reach(std::initializer_list<Reach> strides) {
+  for (const Reach& s : strides) {
+    if (s.elements >= -kMostIn32Bits && s.elements <= kMostIn32Bits) continue;
+    return unsupported(s.name, " is ", s.elements, " elements, kernels take up to ", kMostIn32Bits);
+  }
+  return {};
 }
 
 /// Of what is moved 16 bytes at a time.
@@ -43,7 +51,7 @@ inline Status check_strides(std::initializer_list<Stride> strides) {
       return invalid_argument(s.name, " is ", s.elements, " elements or ", bytes,
                               " bytes, expected a multiple of 16 bytes");
     }
-    if (!s.of_slots) RSSM_RETURN_IF_ERROR(check_reach(s.name, s.elements));
+    if (!s.of_slots) RSSM_RETURN_IF_ERROR(check_reach({{s.name, s.elements}}));
   }
   return {};
 }

@@ -106,10 +106,10 @@ Status validate_delta_rule(const DeltaRuleCudaParams& p) {
         check_strides({{"decay ring slot stride", p.ring_decay_slot_stride, DType::kF32, true},
                        {"decay ring head stride", p.ring_decay_head_stride, DType::kF32}}));
   } else {
-    RSSM_RETURN_IF_ERROR(check_reach("decay ring head stride", p.ring_decay_head_stride));
+    RSSM_RETURN_IF_ERROR(check_reach({{"decay ring head stride", p.ring_decay_head_stride}}));
   }
-  RSSM_RETURN_IF_ERROR(check_reach("k scale ring head stride", p.ring_k_scale_head_stride));
-  RSSM_RETURN_IF_ERROR(check_reach("beta ring head stride", p.ring_beta_head_stride));
+  RSSM_RETURN_IF_ERROR(check_reach({{"k scale ring head stride", p.ring_k_scale_head_stride},
+                                    {"beta ring head stride", p.ring_beta_head_stride}}));
   if (p.token_count == 0) return {};
   RSSM_RETURN_IF_ERROR(check_pointer("q", p.q));
   RSSM_RETURN_IF_ERROR(check_pointer("k", p.k));
@@ -122,12 +122,12 @@ Status validate_delta_rule(const DeltaRuleCudaParams& p) {
     RSSM_RETURN_IF_ERROR(check_strides({{"a token stride", p.gate_token_stride, gate},
                                         {"a head stride", p.gate_head_stride, gate}}));
   } else {
-    RSSM_RETURN_IF_ERROR(check_reach("a token stride", p.gate_token_stride));
-    RSSM_RETURN_IF_ERROR(check_reach("a head stride", p.gate_head_stride));
+    RSSM_RETURN_IF_ERROR(check_reach(
+        {{"a token stride", p.gate_token_stride}, {"a head stride", p.gate_head_stride}}));
   }
-  RSSM_RETURN_IF_ERROR(check_reach("b token stride", p.beta_token_stride));
-  RSSM_RETURN_IF_ERROR(check_reach("o token stride", p.o_token_stride));
-  RSSM_RETURN_IF_ERROR(check_reach("o head stride", p.o_head_stride));
+  RSSM_RETURN_IF_ERROR(check_reach({{"b token stride", p.beta_token_stride},
+                                    {"o token stride", p.o_token_stride},
+                                    {"o head stride", p.o_head_stride}}));
   return check_strides({{"q token stride", p.q_token_stride, p.activation},
                         {"q head stride", p.q_head_stride, p.activation},
                         {"k token stride", p.k_token_stride, p.activation},

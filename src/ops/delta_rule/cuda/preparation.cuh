@@ -378,7 +378,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     static_assert(kMaxTokens <= kWarpLanes);
     if (lane >= count || !prepares_head()) return;
     const bool records = append && is_first_of_head();
-    const int entry = live + static_cast<int>(first) + lane;
+    const int entry = live + first + lane;
     const float beta = delta_rule_beta(loaded.beta.value(p.beta_is_f32), p.beta_doubled);
     betas()[live + lane] = beta;
     if (records && !p.fast_flush) *ring_beta(entry) = beta;

@@ -57,6 +57,20 @@ std::int64_t warps_of(const CudaDeviceInfo& device) {
   return std::int64_t{16} * std::max(1, device.multiprocessors);
 }
 
+/// Runs for all of those warps that the step is to have at least, from which on the last ones cost
+/// little. Measured on an H200: with one token one each is enough.
+std::int64_t enough_runs(const Mamba2CudaParams& p, const CudaDeviceInfo& device) {
+  const std::int64_t warps = warps_of(device);
+  return mamba2_variant(p) == Mamba2Variant::kOneToken ? warps * 9 / 10 : warps * 7 / 4;
+}
+
+/// A run of `length` tiles, halved down to `shortest` until there are `enough`.
+std::int64_t shortened(std::int64_t length, std::int64_t shortest, std::int64_t tiles,
+                       std::int64_t enough) {
+  while (length > shortest && tiles / length < enough) length = (length + 1) / 2;
+  return length;
+}
+
 /// Tiles of a run: a head's three to five, an even part of a larger head's, or those of as many
 /// smaller heads as have four. Runs are cut from a group: where parts are uneven they cross heads.
 std::int64_t part_of_heads(std::int64_t tiles_per_head) {
@@ -81,8 +95,7 @@ Runs runs_of_states(const Mamba2CudaParams& p, std::int64_t tiles, std::int64_t 
   if (variant == Mamba2Variant::kGeneral) runs.replay *= 2;
   // One token on fp32 states waits for memory: it wants runs that begin at different times.
   if (one_token && wide && part % 2 == 0 && tiles < 22 * warps) runs.replay /= 2;
-  const std::int64_t enough = one_token ? warps * 9 / 10 : warps * 7 / 4;
-  while (runs.replay > 2 && tiles / runs.replay < enough) runs.replay = (runs.replay + 1) / 2;
+  runs.replay = shortened(runs.replay, 2, tiles, enough_runs(p, device));
   // A quarter of a warp's share of the step, or a third; in whole replaying runs if it has them.
   const std::int64_t parts = warps * (one_token || wide ? 4 : 3);
   const std::int64_t longest = std::max(
@@ -95,34 +108,25 @@ Runs runs_of_states(const Mamba2CudaParams& p, std::int64_t tiles, std::int64_t 
 
 /// Runs of read copies, which leave little to load: long ones prepare less.
 Runs runs_of_copies(const Mamba2CudaParams& p, std::int64_t tiles, const CudaDeviceInfo& device) {
-  // Measured on an H200: with one token a run for each of those warps is enough; with several,
-  // below three and a half the last one costs more than that saves, down to four tiles, and below
-  // two further.
-  constexpr std::int64_t kShort = 4;
   const std::int64_t warps = warps_of(device);
-  std::int64_t most = 16;
   const bool one_token = mamba2_variant(p) == Mamba2Variant::kOneToken;
-  if (one_token) {
-    while (most > 1 && tiles / most < warps * 9 / 10) most /= 2;
-  } else {
-    while (most > kShort && tiles / most < warps * 7 / 2) most /= 2;
-    while (most > 1 && tiles / most < warps * 7 / 4) most /= 2;
-  }
+  std::int64_t most = 16;
+  // Drafts, measured on an H200: down to four tiles twice as many runs are better.
+  if (!one_token) most = shortened(most, 4, tiles, warps * 7 / 2);
+  most = shortened(most, 1, tiles, enough_runs(p, device));
   // A run that folds lasts several times as long: where runs are few, half of one is long enough.
   const bool few = one_token && tiles / most < 2 * warps;
   return {most, std::min<std::int64_t>(8, few ? std::max<std::int64_t>(1, most / 2) : most)};
 }
 
-/// Runs of the step, if all its rows read.
-std::int64_t replaying_runs(const Mamba2CudaParams& p, const Mamba2Launch& launch) {
-  const std::int64_t of_group =
-      (launch.tiles_per_group + launch.tiles_per_run - 1) / launch.tiles_per_run;
-  return p.row_count * p.groups * of_group;
+/// Runs of `tiles` tiles that a group is cut into.
+std::int32_t runs_of_group(const Mamba2Launch& launch, std::int32_t tiles) {
+  return (launch.tiles_per_group + tiles - 1) / tiles;
 }
-/// A block per run where there are fewer runs than multiprocessors can take.
+/// Whether there are fewer replaying runs than multiprocessors can take: then each has a block.
 bool has_few_runs(const Mamba2CudaParams& p, const Mamba2Launch& launch,
                   const CudaDeviceInfo& device) {
-  return replaying_runs(p, launch) < std::int64_t{4} * device.multiprocessors;
+  return p.row_count * p.groups * runs_of_group(launch, launch.tiles_per_run) < wave_of(4, device);
 }
 
 /// Cuts the step into runs: long enough to amortize what a run prepares, short enough that the last
@@ -142,20 +146,19 @@ void cut_runs(const Mamba2CudaParams& p, const CudaDeviceInfo& device, const Mam
   const Runs runs = p.copy.format != ReadCopyFormat::kNone
                         ? runs_of_copies(p, tiles, device)
                         : runs_of_states(p, tiles, launch.tiles_per_head, device);
-  const auto tiles_of = [&](int asked, std::int64_t wanted, std::int32_t most) {
-    return static_cast<std::int32_t>(std::min<std::int64_t>(
-        asked != 0 ? asked : std::min<std::int64_t>(wanted, most), launch.tiles_per_group));
+  const auto tiles_of = [&](int asked, std::int64_t wanted) {
+    return static_cast<std::int32_t>(
+        std::min<std::int64_t>(asked != 0 ? asked : wanted, launch.tiles_per_group));
   };
-  const auto runs_for = [&](std::int32_t length) {
-    return (launch.tiles_per_group + length - 1) / length;
-  };
-  launch.tiles_per_run = tiles_of(tuning.tiles_per_run, runs.replay, launch.tiles_per_group);
+  launch.tiles_per_run = tiles_of(tuning.tiles_per_run, runs.replay);
   if (tuning.warps == 0 && has_few_runs(p, launch, device)) launch.warps = 1;
-  launch.warps = std::min(launch.warps, runs_for(launch.tiles_per_run));
+  launch.warps = std::min(launch.warps, runs_of_group(launch, launch.tiles_per_run));
+  const std::int64_t most_folding = std::max(1, launch.tiles_per_group / launch.warps);
   launch.fold_tiles_per_run =
       tiles_of(tuning.fold_tiles_per_run != 0 ? tuning.fold_tiles_per_run : tuning.tiles_per_run,
-               runs.fold, std::max(1, launch.tiles_per_group / launch.warps));
-  launch.runs_per_group = runs_for(std::min(launch.tiles_per_run, launch.fold_tiles_per_run));
+               std::min(runs.fold, most_folding));
+  launch.runs_per_group =
+      runs_of_group(launch, std::min(launch.tiles_per_run, launch.fold_tiles_per_run));
 }
 
 /// Read copies leave little to load and less to prepare: half a wave of blocks a quarter as long at
@@ -171,8 +174,7 @@ void cut_tail(const Mamba2CudaParams& p, const CudaDeviceInfo& device, const Mam
   }
   if (rows == 0) return;
   launch.tail_tiles_per_run = std::max(1, launch.tiles_per_run / 4);
-  const std::int64_t runs =
-      (launch.tiles_per_group + launch.tail_tiles_per_run - 1) / launch.tail_tiles_per_run;
+  const std::int64_t runs = runs_of_group(launch, launch.tail_tiles_per_run);
   const std::int64_t places = std::int64_t{launch.warps} * config.blocks_per_group;
   launch.tail = grid_tail(p.row_count, rows, (runs + places - 1) / places);
   config.blocks = row_blocks * launch.tail.places(p.row_count);

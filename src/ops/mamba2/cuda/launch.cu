@@ -89,18 +89,18 @@ Status validate_mamba2(const Mamba2CudaParams& p) {
                      {"B ring slot stride", p.ring_b_slot_stride, p.activation, true},
                      {"B ring group stride", p.ring_b_group_stride, p.activation},
                      {"B ring place stride", p.ring_b_place_stride, p.activation}}));
-  RSSM_RETURN_IF_ERROR(check_reach("dt ring head stride", p.ring_dt_head_stride));
+  RSSM_RETURN_IF_ERROR(check_reach({{"dt ring head stride", p.ring_dt_head_stride}}));
   if (p.token_count == 0) return {};
   RSSM_RETURN_IF_ERROR(check_pointer("x", p.x));
   RSSM_RETURN_IF_ERROR(check_pointer("B", p.b));
   RSSM_RETURN_IF_ERROR(check_pointer("C", p.c));
   RSSM_RETURN_IF_ERROR(check_pointer("dt", p.dt));
   RSSM_RETURN_IF_ERROR(check_pointer("y", p.y));
-  RSSM_RETURN_IF_ERROR(check_reach("dt token stride", p.dt_token_stride));
-  RSSM_RETURN_IF_ERROR(check_reach("y token stride", p.y_token_stride));
-  RSSM_RETURN_IF_ERROR(check_reach("y head stride", p.y_head_stride));
-  RSSM_RETURN_IF_ERROR(check_reach("z token stride", p.z_token_stride));
-  RSSM_RETURN_IF_ERROR(check_reach("z head stride", p.z_head_stride));
+  RSSM_RETURN_IF_ERROR(check_reach({{"dt token stride", p.dt_token_stride},
+                                    {"y token stride", p.y_token_stride},
+                                    {"y head stride", p.y_head_stride},
+                                    {"z token stride", p.z_token_stride},
+                                    {"z head stride", p.z_head_stride}}));
   return check_strides({{"x token stride", p.x_token_stride, p.activation},
                         {"x head stride", p.x_head_stride, p.activation},
                         {"B token stride", p.b_token_stride, p.activation},

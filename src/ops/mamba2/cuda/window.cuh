@@ -168,8 +168,8 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
     }
   }
 
-  /// sums[i] += B . C of block i, one product of each after the other: a product waits
-  /// for the one before it.
+  /// sums[i] += B . C of block i, one product of each after the other: a product waits for the one
+  /// before it.
   template <int kCount>
   static __device__ __forceinline__ void multiply_blocks(const GroupInputs& in,
                                                          const Chunk (&b)[kCount][kGroupSegments],
