@@ -136,19 +136,25 @@ TEST(StepKernel, ExplanationsNameBothKernels) {
   }
 }
 
-TEST(StepKernel, SingleTokensOfManyRowsPrefetchTheirStates) {
-  const auto prefetches = [](std::int64_t rows, int drafts, DType checkpoint) {
+/// Bytes prefetched by a step, which the explanation names.
+template <typename Config>
+int prefetched(const Config& config) {
+  const int bytes = config.launch.prefetch_bytes;
+  EXPECT_EQ(config.to_string().find("prefetched") != std::string::npos, bytes != 0);
+  return bytes;
+}
+
+TEST(StepKernel, StepsOfManyRowsPrefetchHalfOfAStatesTile) {
+  const auto mamba2 = [](std::int64_t rows, int drafts, DType checkpoint) {
     Mamba2CudaParams p = mamba2_params(rows, drafts);
     p.checkpoint = checkpoint;
     p.state_head_stride = p.head_dim * p.state_size;
-    const Mamba2CudaConfig config = choose_mamba2_config(p, device_of(90)).value();
-    EXPECT_EQ(config.to_string().find("prefetched") != std::string::npos, config.launch.prefetches);
-    return config.launch.prefetches;
+    return prefetched(choose_mamba2_config(p, device_of(90)).value());
   };
-  EXPECT_TRUE(prefetches(256, 1, DType::kF32));
-  EXPECT_FALSE(prefetches(64, 1, DType::kF32));
-  EXPECT_FALSE(prefetches(256, 4, DType::kF32));
-  EXPECT_FALSE(prefetches(256, 1, DType::kBF16));
+  EXPECT_EQ(mamba2(256, 1, DType::kF32), 4096);
+  EXPECT_EQ(mamba2(256, 4, DType::kF32), 4096);
+  EXPECT_EQ(mamba2(64, 1, DType::kF32), 0);
+  EXPECT_EQ(mamba2(256, 1, DType::kBF16), 0);
 }
 
 // Strides are multiplied in 32 bits, to 64; those of slots are not.

@@ -44,11 +44,11 @@ struct Mamba2SharedPlan {
 struct Mamba2Launch {
   Mamba2SharedPlan shared;
   std::int32_t warps = 4;
-  std::int32_t stages = 2;        // of a replaying row
-  std::int32_t state_stages = 2;  // of a committed row
-  std::int32_t fold_stages = 1;   // of a row that folds
-  std::int32_t copy_tiles = 1;    // of a read copy, to a stage
-  bool prefetches = false;        // into L2: the tile that a stage will be asked for next
+  std::int32_t stages = 2;          // of a replaying row
+  std::int32_t state_stages = 2;    // of a committed row
+  std::int32_t fold_stages = 1;     // of a row that folds
+  std::int32_t copy_tiles = 1;      // of a read copy, to a stage
+  std::int32_t prefetch_bytes = 0;  // into L2: of the tile that a stage will be asked for next
   std::int32_t tiles_per_run = 16;
   std::int32_t fold_tiles_per_run = 16;  // of a row that flushes
   std::int32_t tail_tiles_per_run = 16;  // of the rows of `tail`, whatever their kind

@@ -9,10 +9,8 @@
 
 namespace replayssm::cuda {
 
-/// kWindowSteps: blocks of sixteen window entries (places of the ring). kMayPrefetch: the tile that
-/// a stage will be asked for next, where the launch says so.
-template <typename State, typename Act, int kStateSize, int kWindowSteps, ReadCopyFormat kCopy,
-          bool kMayPrefetch>
+/// kWindowSteps: blocks of sixteen window entries (places of the ring).
+template <typename State, typename Act, int kStateSize, int kWindowSteps, ReadCopyFormat kCopy>
 class Mamba2Pipeline : protected Mamba2Row<State, Act, kStateSize> {
   using Base = Mamba2Row<State, Act, kStateSize>;
 
@@ -24,6 +22,7 @@ class Mamba2Pipeline : protected Mamba2Row<State, Act, kStateSize> {
   using Kind = PlannedRow::Kind;
 
   static constexpr bool kHasCopy = kCopy != ReadCopyFormat::kNone;
+  static constexpr bool kMayPrefetch = sizeof(State) == 4 && !kHasCopy;
   using Copy = Mamba2CopyTiles<kCopy, kStateSize>;
   static constexpr int kTileBytes = kTileRows * kStateSize * static_cast<int>(sizeof(State));
   static constexpr int kActPerChunk = 16 / static_cast<int>(sizeof(Act));
@@ -156,8 +155,9 @@ class Mamba2Pipeline : protected Mamba2Row<State, Act, kStateSize> {
           ptx::mbarrier_arrive_expect(stage.barrier, kTileBytes);
           ptx::bulk_copy(stage.at, state_ahead, kTileBytes, stage.barrier, ptx::kEvictFirst);
           const int stages = stages_of<kKind>();
-          if (kMayPrefetch && launch.prefetches && tiles > stages) {
-            ptx::prefetch_bulk(state_ahead + stages * kTileRows * kStateSize, kTileBytes);
+          if (kMayPrefetch && launch.prefetch_bytes != 0 && tiles > stages) {
+            ptx::prefetch_bulk(state_ahead + stages * kTileRows * kStateSize,
+                               launch.prefetch_bytes);
           }
         }
       }

@@ -12,19 +12,11 @@
 
 namespace replayssm::cuda {
 
-/// One token on an fp32 state, which waits for memory.
-template <typename State, int kTokenBlocks, ReadCopyFormat kCopy>
-constexpr bool one_token_on_f32() {
-  return kTokenBlocks == 0 && kCopy == ReadCopyFormat::kNone && sizeof(State) == 4;
-}
-
 /// kTokenBlocks: blocks of eight tokens a tentative row may have; 0: one token.
 template <typename State, typename Act, int kStateSize, int kTokenBlocks, int kWindowSteps,
           ReadCopyFormat kCopy>
-class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSteps, kCopy,
-                                              one_token_on_f32<State, kTokenBlocks, kCopy>()> {
-  using Base = Mamba2Pipeline<State, Act, kStateSize, kWindowSteps, kCopy,
-                              one_token_on_f32<State, kTokenBlocks, kCopy>()>;
+class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSteps, kCopy> {
+  using Base = Mamba2Pipeline<State, Act, kStateSize, kWindowSteps, kCopy>;
 
  protected:
   using Base::entry_b, Base::kActPerChunk, Base::kDefers, Base::kHasCopy, Base::kind, Base::lane,
@@ -36,7 +28,7 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
 
   static constexpr bool kOneToken = kTokenBlocks == 0;
   // One token without tensor cores: splitting an fp32 state costs more than the products.
-  static constexpr bool kOnePlain = one_token_on_f32<State, kTokenBlocks, kCopy>();
+  static constexpr bool kOnePlain = kTokenBlocks == 0 && !kHasCopy && sizeof(State) == 4;
 
   // One token on a checkpoint: eight lanes to four rows of a tile, each with every eighth vector of
   // them, so that a sum has few lanes to travel.
