@@ -6,6 +6,7 @@
 #include <initializer_list>
 
 #include "harness.h"
+#include "ops/deferred_decay.h"
 #include "ops/delta_rule/cpu/kernel.h"
 #include "ops/delta_rule/shape.h"
 #include "replayssm/ops/gated_delta_net.h"
@@ -111,6 +112,10 @@ class SnapshotCase : public BenchCase {
     layers_ = std::max<std::size_t>(2, resident_bytes() / (layer * sizeof(float)));
     // Values of a decayed state's size, not zeros that share one page.
     planes_.assign(layers_ * layer, 0.01f);
+    if (!shape.channel_decay) {
+      const std::int64_t planes = batch * (tokens + 1) * static_cast<std::int64_t>(layers_);
+      deferred_.assign(static_cast<std::size_t>(planes * plane_decays()), 1.0f);
+    }
   }
 
   double step() override {
@@ -122,9 +127,13 @@ class SnapshotCase : public BenchCase {
   }
 
  private:
-  float* plane(std::int64_t layer, std::int64_t row, std::int64_t index) {
-    const std::int64_t at = (layer * batch_ + row) * (tokens_ + 1) + index % (tokens_ + 1);
-    return planes_.data() + at * shape_.state_elements();
+  std::int64_t plane_at(std::int64_t layer, std::int64_t row, std::int64_t index) const {
+    return (layer * batch_ + row) * (tokens_ + 1) + index % (tokens_ + 1);
+  }
+  float* plane(std::int64_t at) { return planes_.data() + at * shape_.state_elements(); }
+  /// Decays deferred in a plane.
+  std::int64_t plane_decays() const {
+    return shape_.value_heads * deferred_decay_count(DType::kF32, shape_.value_dim);
   }
 
   void run(std::int64_t layer) {
@@ -138,8 +147,14 @@ class SnapshotCase : public BenchCase {
         task.key_head = item % shape_.key_heads;
         task.head_begin = task.key_head * shape_.heads_per_key();
         task.head_end = task.head_begin + shape_.heads_per_key();
-        task.checkpoint_in = plane(layer, row, base + t);
-        task.checkpoint = plane(layer, row, base + t + 1);
+        const std::int64_t from = plane_at(layer, row, base + t);
+        const std::int64_t to = plane_at(layer, row, base + t + 1);
+        task.checkpoint_in = plane(from);
+        task.checkpoint = plane(to);
+        if (!deferred_.empty()) {
+          task.deferred_in = deferred_.data() + from * plane_decays();
+          task.deferred = deferred_.data() + to * plane_decays();
+        }
         kernels.committed(task);
       }
     });
@@ -154,6 +169,7 @@ class SnapshotCase : public BenchCase {
   std::mt19937 random_;
   std::size_t layers_ = 0;
   std::vector<float> planes_;
+  std::vector<float> deferred_;  // with one decay per head
 };
 
 std::vector<std::unique_ptr<BenchCase>> all_cases(const BenchFamily& family,

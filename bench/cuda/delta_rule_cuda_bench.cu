@@ -1,6 +1,7 @@
 // Times the CUDA steps of Gated DeltaNet and Kimi Delta Attention (step_bench.cuh).
 //
 //   delta_rule_cuda_bench gdn|kda [--quick] [--sweep] [--filter TEXT] [--commit ID] [--out FILE]
+#include "ops/deferred_decay.h"
 #include "ops/delta_rule/cuda/launch.h"
 #include "ops/delta_rule/delta_rule.h"
 #include "step_bench.cuh"
@@ -78,13 +79,17 @@ class DeltaRuleFamily {
     p.ring_decay_slot_stride = s.value_heads * p.ring_decay_head_stride;
     p.ring_beta_head_stride = places;
     p.ring_beta_slot_stride = s.value_heads * places;
+    if (!s.channel_decay) {
+      p.deferred_slot_stride = s.value_heads * deferred_decay_count(c.checkpoint, s.value_dim);
+      p.deferred = arenas.decays.take<float>(sized(slots * p.deferred_slot_stride));
+    }
     p.state = arenas.states.take<char>(sized(slots * p.state_slot_stride) * size_of(c.checkpoint));
     p.ring_k = arenas.numbers.take<char>(sized(slots * p.ring_k_slot_stride * c.act_bytes()));
     p.ring_v = arenas.numbers.take<char>(sized(slots * p.ring_v_slot_stride * c.act_bytes()));
     p.ring_delta = arenas.numbers.take<char>(sized(slots * p.ring_v_slot_stride * c.act_bytes()));
     p.ring_k_scale = arenas.positive.take<float>(sized(slots * p.ring_k_scale_slot_stride));
     p.ring_beta = arenas.positive.take<float>(sized(slots * p.ring_beta_slot_stride));
-    p.ring_decay = arenas.positive.take<float>(sized(slots * p.ring_decay_slot_stride));
+    p.ring_decay = arenas.decays.take<float>(sized(slots * p.ring_decay_slot_stride));
     p.a_log = a_log_;
     p.normalize = true;
     p.norm_epsilon = 1e-6f;

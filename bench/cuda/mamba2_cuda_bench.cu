@@ -1,8 +1,8 @@
 // Times the Mamba-2 CUDA step (step_bench.cuh).
 //
 //   mamba2_cuda_bench [--quick] [--sweep] [--filter TEXT] [--commit ID] [--out FILE]
+#include "ops/deferred_decay.h"
 #include "ops/mamba2/cuda/launch.h"
-#include "ops/mamba2/deferred_decay.h"
 #include "replayssm/ops/mamba2.h"
 #include "step_bench.cuh"
 
@@ -75,7 +75,7 @@ class Mamba2Family {
     p.ring_b = arenas.numbers.take<char>(sized(slots * p.ring_b_slot_stride * c.act_bytes()));
     p.ring_dt = arenas.positive.take<float>(sized(slots * p.ring_dt_slot_stride));
     p.deferred_slot_stride = g.heads * deferred_decay_count(c.checkpoint, g.head_dim);
-    p.deferred = arenas.positive.take<float>(sized(slots * p.deferred_slot_stride));
+    p.deferred = arenas.decays.take<float>(sized(slots * p.deferred_slot_stride));
     p.a = a_;
     p.d = d_;
     p.x_token_stride = p.y_token_stride = g.x();

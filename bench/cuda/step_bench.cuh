@@ -231,33 +231,36 @@ std::string label(const BenchCase<Geometry>& c) {
          to_string(c.activation) + " " + mode + " batch " + std::to_string(c.batch);
 }
 
-/// Memory by what it holds: numbers of magnitude 1/4 to 1 in either type, and floats of 0.01 to
-/// 0.4.
+/// Memory by what it holds: numbers of magnitude 1/4 to 1 in either type, floats of 0.01 to 0.4,
+/// and decays of a token, floats of 0.8 to 1.
 struct Arenas {
-  Arena states, numbers, positive;
+  Arena states, numbers, positive, decays;
 
   void create() {
     states.create(std::size_t{19} << 30);
     numbers.create(std::size_t{8} << 30);
-    positive.create(std::size_t{5} << 30);
+    positive.create(std::size_t{2} << 30);
+    decays.create(std::size_t{4} << 30);
     clear();
   }
-  void clear() { states.used = numbers.used = positive.used = 0; }
+  void clear() { states.used = numbers.used = positive.used = decays.used = 0; }
   /// Makes the first bytes of every arena what they should be.
   void fill(cudaStream_t stream, std::size_t states_bytes, std::size_t numbers_bytes,
-            std::size_t positive_bytes) const {
+            std::size_t positive_bytes, std::size_t decay_bytes) const {
     fill_random<<<4096, 256, 0, stream>>>(reinterpret_cast<std::uint32_t*>(states.data),
                                           (states_bytes + 3) / 4, 1);
     fill_random<<<4096, 256, 0, stream>>>(reinterpret_cast<std::uint32_t*>(numbers.data),
                                           (numbers_bytes + 3) / 4, 2);
     fill_uniform<<<4096, 256, 0, stream>>>(reinterpret_cast<float*>(positive.data),
                                            (positive_bytes + 3) / 4, 0.01f, 0.4f);
+    fill_uniform<<<4096, 256, 0, stream>>>(reinterpret_cast<float*>(decays.data),
+                                           (decay_bytes + 3) / 4, 0.8f, 1.0f);
   }
   void fill_all(cudaStream_t stream) const {
-    fill(stream, states.bytes, numbers.bytes, positive.bytes);
+    fill(stream, states.bytes, numbers.bytes, positive.bytes, decays.bytes);
   }
   void fill_used(cudaStream_t stream) const {
-    fill(stream, states.used, numbers.used, positive.used);
+    fill(stream, states.used, numbers.used, positive.used, decays.used);
   }
 };
 

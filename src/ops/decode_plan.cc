@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <sstream>
 
+#include "ops/deferred_decay.h"
 #include "ops/delta_rule/shape.h"
-#include "ops/mamba2/deferred_decay.h"
 
 #if defined(__linux__)
 #include <unistd.h>
@@ -106,7 +106,7 @@ struct Work {
   double gpu_element = 0;   // seconds of an element in a replay step bound by issue
 };
 
-/// In place, states that are stored as they are take a product more (mamba2/deferred_decay.h).
+/// In place, states that are stored as they are take a product more (deferred_decay.h).
 Work work_of(const Mamba2Shape& shape, double activation, DType checkpoint, FlushMode) {
   const auto heads = static_cast<double>(shape.heads);
   return {.elements = static_cast<double>(shape.state_elements()),
@@ -121,7 +121,8 @@ Work work_of(const Mamba2Shape& shape, double activation, DType checkpoint, Flus
 }
 
 /// The delta comes from a product with the state of its own, hence an operation more for
-/// everything but a fast flush, which has the deltas.
+/// everything but a fast flush, which has the deltas. Gated DeltaNet's deferred decays save one,
+/// but take no less time (docs/kernels/gdn-cpu.md).
 Work work_of(const DeltaRuleShape& shape, double activation, FlushMode flush) {
   const auto keys = static_cast<double>(shape.key_heads * shape.key_dim);
   const auto values = static_cast<double>(shape.value_heads * shape.value_dim);

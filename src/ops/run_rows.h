@@ -1,7 +1,8 @@
 // Running a family's CPU kernels over the work items of a step or of a fold. A family's Task has
-// head_begin and head_end, and what a FoldTask names.
+// head_begin and head_end, what a FoldTask names, and the fields of ops/deferred_fields.h.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -20,6 +21,15 @@ typename cpu::RowKernels<Task>::Function kernel_for(const cpu::RowKernels<Task>&
                                                     ReplayLimits limits) {
   if (kind == RowKind::kCommitted) return kernels.committed;
   return tentative_row_flushes(cursor, limits) ? kernels.flush : kernels.tentative;
+}
+
+/// The deferred decays that belong to checkpoints of the layout; `in`: null for a zero state.
+template <typename Task>
+void point_at_deferred(Task& task, const PageLayout& layout, const std::byte* in, std::byte* out) {
+  const std::size_t offset = layout.deferred_decay_offset();
+  if (offset == 0) return;
+  task.deferred = reinterpret_cast<float*>(out + offset);
+  if (in != nullptr) task.deferred_in = reinterpret_cast<const float*>(in + offset);
 }
 
 /// All rows of a step; padding rows get zeros. task_of(row, cursor) is the task of a whole row,
@@ -45,13 +55,15 @@ void run_rows(const CpuContext& context, const StatePool::Impl& pool, const Step
   });
 }
 
-/// A fold outside of a step; `base` points at the records and parameters.
+/// A fold outside of a step, of a layer with this layout; `base` points at the records and
+/// parameters.
 template <typename Task, typename Select>
 void run_fold(const CpuContext& context, const WorkSplit& split,
-              const cpu::RowKernels<Task>& kernels, const FoldTask& fold, Task base,
-              const Select& select) {
+              const cpu::RowKernels<Task>& kernels, const PageLayout& layout, const FoldTask& fold,
+              Task base, const Select& select) {
   base.checkpoint_in = fold.checkpoint_in;
   base.checkpoint = fold.checkpoint;
+  point_at_deferred(base, layout, fold.checkpoint_in, fold.checkpoint);
   base.copy = fold.copy;
   base.places = fold.places;
   base.first_place = fold.first_place;

@@ -4,8 +4,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "ops/deferred_decay.h"
 #include "ops/delta_rule/shape.h"
-#include "ops/mamba2/deferred_decay.h"
 #include "state/device_pool.h"
 
 namespace replayssm {
@@ -152,13 +152,7 @@ class RecurrenceFields {
  private:
   void add(const Mamba2Shape& shape) {
     checkpoint(shape.heads, shape.head_dim * shape.state_size);
-    if (const auto decays = deferred_decay_count(options_.checkpoint, shape.head_dim); decays > 0) {
-      add_field(layout_, {.name = "deferred_decay",
-                          .kind = FieldKind::kCheckpoint,
-                          .dtype = DType::kF32,
-                          .outer = shape.heads,
-                          .inner = decays});
-    }
+    deferred_decay(shape.heads, shape.head_dim);
     record("x", options_.activation, shape.heads, shape.head_dim);
     record("b", options_.activation, shape.groups, shape.state_size);
     record("dt", DType::kF32, shape.heads, 1);
@@ -167,6 +161,7 @@ class RecurrenceFields {
   void add(const KimiDeltaAttentionShape& shape) { add(delta_rule(shape)); }
   void add(const DeltaRuleShape& shape) {
     checkpoint(shape.value_heads, shape.key_dim * shape.value_dim);
+    if (!shape.channel_decay) deferred_decay(shape.value_heads, shape.value_dim);
     // k as the op received it, and its scale to unit length. Decays rather than their logarithms:
     // every step weighs records by running products, and would take an exponential of each anew.
     record("k", options_.activation, shape.key_heads, shape.key_dim);
@@ -194,6 +189,16 @@ class RecurrenceFields {
       read_copy("copy_block_scales", DType::kU8, outer, copy.rows * copy.row_blocks());
     }
     read_copy("copy_scales", DType::kF32, outer, copy.head_scales());
+  }
+  /// Of heads with so many rows, where the checkpoint defers decays.
+  void deferred_decay(std::int64_t heads, std::int64_t rows) {
+    const std::int64_t count = deferred_decay_count(options_.checkpoint, rows);
+    if (count == 0) return;
+    add_field(layout_, {.name = "deferred_decay",
+                        .kind = FieldKind::kCheckpoint,
+                        .dtype = DType::kF32,
+                        .outer = heads,
+                        .inner = count});
   }
   void read_copy(const char* name, DType dtype, std::int64_t outer, std::int64_t inner) {
     add_field(layout_, {.name = name,
@@ -259,13 +264,14 @@ void convert_checkpoint(const RecurrenceShape& shape, const Field& field, const 
                         std::byte* to, bool to_cuda) {
   std::visit(
       [&](const auto& s) {
-        if constexpr (std::is_same_v<std::decay_t<decltype(s)>, Mamba2Shape>) {
-          std::memcpy(to, from, field.bytes());
-        } else if (size_of(field.dtype) == 4) {
-          reorder<4>(delta_rule(s), from, to, to_cuda);
-        } else {
-          reorder<2>(delta_rule(s), from, to, to_cuda);
+        if constexpr (!std::is_same_v<std::decay_t<decltype(s)>, Mamba2Shape>) {
+          if (std::strcmp(field.name, "checkpoint") == 0) {
+            const auto reorder_state =
+                size_of(field.dtype) == 4 ? reorder<sizeof(float)> : reorder<sizeof(BF16)>;
+            return reorder_state(delta_rule(s), from, to, to_cuda);
+          }
         }
+        std::memcpy(to, from, field.bytes());
       },
       shape);
 }

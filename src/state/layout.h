@@ -46,7 +46,7 @@ struct PageLayout {
 
   const Field& field(const char* name) const;
   /// Bytes from a page's checkpoint to the decays that were deferred in it
-  /// (ops/mamba2/deferred_decay.h); 0 if there are none.
+  /// (ops/deferred_decay.h); 0 if there are none.
   std::size_t deferred_decay_offset() const;
   /// Where the read copy lies in a page; one that does not exist if the layer has none.
   ReadCopy read_copy_in(std::byte* page) const;

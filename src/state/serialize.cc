@@ -20,7 +20,7 @@ namespace replayssm {
 namespace {
 
 constexpr char kMagic[8] = {'R', 'S', 'S', 'M', 'S', 'L', 'O', 'T'};
-constexpr std::uint32_t kVersion = 3;
+constexpr std::uint32_t kVersion = 4;
 
 /// The numbers that make two layers' states exchangeable, with names for messages.
 struct Geometry {

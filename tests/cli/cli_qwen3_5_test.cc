@@ -134,7 +134,7 @@ TEST(MtpCliTest, InspectAndPerplexity) {
   EXPECT_EQ(sizes["model_type"], "qwen3_5");
   EXPECT_EQ(sizes["layers"]["ssm"], 3);
   EXPECT_EQ(sizes["layers"]["attention"], 2);
-  EXPECT_EQ(sizes["state_bytes"]["f32"], 3 * 4 * 16 * 24 * 4);
+  EXPECT_EQ(sizes["state_bytes"]["f32"], 3 * 4 * (16 * 24 + 24 / 8) * 4);
   EXPECT_EQ(sizes["kv_bytes_per_token"], 2 * 2 * 2 * 16 * 4);
   EXPECT_EQ(sizes["mtp_kv_bytes_per_token"], 2 * 2 * 16 * 4);
   EXPECT_EQ(cli_json({"inspect", kTinyModel})["mtp_kv_bytes_per_token"], 0);

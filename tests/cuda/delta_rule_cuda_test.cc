@@ -172,46 +172,69 @@ TEST_P(DeltaCuda, CommittedRowIsBitEqualToItsTokens) {
   }
 }
 
-// C04: with an f32 checkpoint, what flushes store is plain decoding's state, bit for bit, whichever
-// of its kernels a step takes.
+/// With an f32 checkpoint, what flushes store is plain decoding's state, bit for bit, whichever of
+/// its kernels a step takes.
+void expect_flushes_equal_plain_decoding(const DeltaCase& c) {
+  const ReplayLimits limits = c.limits;
+  const DeltaModel model(c);
+  StatePool pool = cuda_pool(model, 2);
+  DeltaCudaRunner runner(model, pool);
+  ASSERT_TRUE(is_ok(pool.reset(kCuda, 0)));
+  ASSERT_TRUE(is_ok(pool.reset(kCuda, 1)));
+  Rng rng(5);
+  AnyKernel kernel;
+  std::int64_t position = 0;
+  int flushes = 0;
+  for (int i = 0; i < 60 + 3 * limits.window / limits.draft_capacity; ++i) {
+    if (rng.chance(0.05)) {
+      ASSERT_TRUE(is_ok(pool.force_flush(kCuda, 0)));
+    }
+    const Cursor before = pool.cursor(0).value();
+    const std::int64_t count = rng.between(1, limits.draft_capacity);
+    const std::int64_t accepted = rng.chance(0.5) ? count : rng.between(0, count);
+    kernel.throw_coin();
+    runner.step({tentative(0, names(1, position, count), accepted)});
+    if (tentative_row_flushes(before, limits)) {
+      ++flushes;
+      const std::int64_t done = pool.cursor(1).value().position;
+      kernel.throw_coin();
+      runner.step({committed(1, names(1, done, before.position - done))});
+      for (int layer = 0; layer < c.layers; ++layer) {
+        ASSERT_TRUE(
+            same_bytes(checkpoint_bytes(pool, layer, 0), checkpoint_bytes(pool, layer, 1), 4))
+            << "flush " << flushes << " of window " << limits.window;
+      }
+    }
+    position += accepted;
+  }
+  EXPECT_GE(flushes, 2);
+}
+
+// C04.
 TEST_P(DeltaCuda, FlushIsBitEqualToPlainDecoding) {
   for (const DType activation : {DType::kF32, DType::kBF16}) {
     for (const ReplayLimits limits : {ReplayLimits{16, 4}, {16, 1}, {5, 3}, {64, 16}, {8, 8}}) {
       DeltaCase c = usual_delta_case(GetParam(), DType::kF32, activation);
       c.limits = limits;
-      const DeltaModel model(c);
-      StatePool pool = cuda_pool(model, 2);
-      DeltaCudaRunner runner(model, pool);
-      ASSERT_TRUE(is_ok(pool.reset(kCuda, 0)));
-      ASSERT_TRUE(is_ok(pool.reset(kCuda, 1)));
-      Rng rng(5);
-      AnyKernel kernel;
-      std::int64_t position = 0;
-      int flushes = 0;
-      for (int i = 0; i < 60 + 3 * limits.window / limits.draft_capacity; ++i) {
-        if (rng.chance(0.05)) {
-          ASSERT_TRUE(is_ok(pool.force_flush(kCuda, 0)));
-        }
-        const Cursor before = pool.cursor(0).value();
-        const std::int64_t count = rng.between(1, limits.draft_capacity);
-        const std::int64_t accepted = rng.chance(0.5) ? count : rng.between(0, count);
-        kernel.throw_coin();
-        runner.step({tentative(0, names(1, position, count), accepted)});
-        if (tentative_row_flushes(before, limits)) {
-          ++flushes;
-          const std::int64_t done = pool.cursor(1).value().position;
-          kernel.throw_coin();
-          runner.step({committed(1, names(1, done, before.position - done))});
-          for (int layer = 0; layer < c.layers; ++layer) {
-            ASSERT_TRUE(
-                same_bytes(checkpoint_bytes(pool, layer, 0), checkpoint_bytes(pool, layer, 1), 4))
-                << "flush " << flushes << " of window " << limits.window;
-          }
-        }
-        position += accepted;
-        if (HasFailure()) return;
-      }
-      EXPECT_GE(flushes, 2);
+      expect_flushes_equal_plain_decoding(c);
+      if (HasFailure()) return;
+    }
+  }
+}
+
+// What is deferred leaves its range in every window, by decays of 0 too, in the kernels for a
+// key_dim of 128 and bf16.
+TEST_P(DeltaCuda, FlushIsBitEqualWhateverDecaysAre) {
+  for (const DeltaDecay decay :
+       {DeltaDecay::kFast, DeltaDecay::kSteep, DeltaDecay::kZero, DeltaDecay::kMixed}) {
+    for (const ReplayLimits limits : {ReplayLimits{16, 1}, {16, 4}, {16, 8}}) {
+      DeltaCase c = usual_delta_case(GetParam(), DType::kF32, DType::kBF16);
+      c.decay = decay;
+      c.layers = 1;
+      c.shape.key_dim = 128;
+      c.limits = limits;
+      expect_flushes_equal_plain_decoding(c);
+      if (HasFailure()) return;
     }
   }
 }
@@ -357,11 +380,11 @@ TEST_P(DeltaCuda, StatesTravelBetweenBackends) {
   }
 }
 
-/// A slot's checkpoint in the order of a page on the CPU, decoded, (heads, elements).
+/// What a slot's checkpoint stores in the order of a page on the CPU, decoded, (heads, elements).
 std::vector<float> cpu_ordered(const StatePool& pool, std::int32_t slot) {
   const StatePool::Impl& impl = pool.impl();
   const Field& field = impl.layout(0).field("checkpoint");
-  std::vector<std::byte> bytes = checkpoint_bytes(pool, 0, slot);
+  std::vector<std::byte> bytes = field_bytes(pool, 0, slot, "checkpoint");
   if (impl.gpu != nullptr) {
     const std::vector<std::byte> page = bytes;
     checkpoint_from_cuda(impl.recurrence(0), field, page.data(), bytes.data());
@@ -398,6 +421,7 @@ TEST_P(DeltaCuda, AgreesWithTheCpu) {
       const std::vector<float> a = cpu_ordered(host, 1);
       const std::vector<float> b = cpu_ordered(device, 1);
       ASSERT_EQ(a.size(), b.size());
+      ASSERT_EQ(deferred_decays(host, 0, 1), deferred_decays(device, 0, 1));
       const std::size_t head = a.size() / static_cast<std::size_t>(c.shape.value_heads);
       for (std::size_t first = 0; first < a.size(); first += head) {
         float largest = 0.0f;
@@ -432,8 +456,10 @@ TEST_P(DeltaCuda, AgreesWithTheCpu) {
     }
     ASSERT_TRUE(is_ok(host.materialize(best_cpu(), 0, position, 1)));
     ASSERT_TRUE(is_ok(device.materialize(kCuda, 0, position, 1)));
-    const std::vector<float> a = cpu_ordered(host, 1);
-    const std::vector<float> b = cpu_ordered(device, 1);
+    std::vector<float> a = cpu_ordered(host, 1);
+    std::vector<float> b = cpu_ordered(device, 1);
+    multiply_deferred(deferred_decays(host, 0, 1), a);
+    multiply_deferred(deferred_decays(device, 0, 1), b);
     EXPECT_TRUE(close(b, std::vector<double>(a.begin(), a.end()), 1e-6, c.state_shape()));
   }
 }

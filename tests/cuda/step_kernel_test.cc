@@ -155,6 +155,16 @@ TEST(StepKernel, StepsOfManyRowsPrefetchHalfOfAStatesTile) {
   EXPECT_EQ(mamba2(256, 4, DType::kF32), 4096);
   EXPECT_EQ(mamba2(64, 1, DType::kF32), 0);
   EXPECT_EQ(mamba2(256, 1, DType::kBF16), 0);
+  const auto delta_rule = [](std::int64_t rows, bool channel_decay, int drafts, DType checkpoint) {
+    DeltaRuleCudaParams p = delta_rule_params(rows, channel_decay, drafts);
+    p.checkpoint = checkpoint;
+    return prefetched(choose_delta_rule_config(p, device_of(90)).value());
+  };
+  EXPECT_EQ(delta_rule(512, false, 1, DType::kF32), 4096);
+  EXPECT_EQ(delta_rule(64, false, 1, DType::kF32), 0);
+  EXPECT_EQ(delta_rule(512, true, 1, DType::kF32), 0);
+  EXPECT_EQ(delta_rule(512, false, 4, DType::kF32), 0);
+  EXPECT_EQ(delta_rule(512, false, 1, DType::kBF16), 0);
 }
 
 // Strides are multiplied in 32 bits, to 64; those of slots are not.
@@ -218,7 +228,7 @@ TEST(StepKernel, StridesBeyond32BitsAreRefusedButForSlots) {
   d.rows = &row;
   d.token_count = 1;
   d.state = d.ring_k = d.ring_v = d.ring_delta = d.o = memory;
-  d.ring_k_scale = d.ring_decay = d.ring_beta = memory;
+  d.ring_k_scale = d.ring_decay = d.ring_beta = d.deferred = memory;
   d.q = d.k = d.v = d.gate = d.beta = memory;
   using D = DeltaRuleCudaParams;
   expect_reach<D>(d, validate_delta_rule,

@@ -33,6 +33,7 @@ enum class DeltaDecay {
   kUsual,  // 0.2 .. 0.999, different per head, token and channel
   kSlow,   // exp(-0.01), with beta 0.9
   kFast,   // exp(-1.5), with beta 0.9
+  kSteep,  // exp(-8) .. exp(-20) (the bounded gate: close to exp of its bound)
   kTiny,   // 1e-12 (the bounded gate: exp of its bound)
   kZero,   // exp underflows to exactly 0 (the bounded gate: a bound of -400)
   kNone,   // exactly 1

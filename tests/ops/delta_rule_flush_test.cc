@@ -1,12 +1,15 @@
 // The exact mode: what a flush stores, bit for bit.
 #include <gtest/gtest.h>
 
+#include <span>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "ops/delta_rule_cases.h"
 #include "support/delta_rule_harness.h"
 #include "support/flush_stream.h"
+#include "support/pool_access.h"
 
 namespace replayssm::testing {
 namespace {
@@ -43,6 +46,21 @@ std::vector<DeltaCase> flush_cases() {
         cases.push_back(std::move(c));
       }
     }
+    // Decays that no fp32 product of a window's holds, and 64 of which leave what is deferred.
+    for (const auto& [name, decay, window] : {std::tuple{"fast", DeltaDecay::kFast, 64},
+                                              {"steep", DeltaDecay::kSteep, 6},
+                                              {"tiny", DeltaDecay::kTiny, 6},
+                                              {"zero", DeltaDecay::kZero, 6},
+                                              {"mixed", DeltaDecay::kMixed, 16}}) {
+      for (const DType checkpoint : {DType::kF32, DType::kBF16}) {
+        DeltaCase c = small_delta_case(
+            family, std::string(to_string(checkpoint)) + "_decay_" + name, window, 3);
+        c.checkpoint = checkpoint;
+        c.dt_bias = false;
+        c.decay = decay;
+        cases.push_back(std::move(c));
+      }
+    }
   }
   return cases;
 }
@@ -54,6 +72,85 @@ INSTANTIATE_TEST_SUITE_P(Cases, DeltaFlush, ::testing::ValuesIn(flush_cases()),
 // C04 as well: the folded state is held against plain decoding's, not its outputs.
 TEST_P(DeltaFlush, C04_CheckpointIsThePlainRecurrence) {
   expect_flushes_are_plain(DeltaModel(GetParam()));
+}
+
+// A flush by hand and a committed row with live records leave the same, in a batch of both and with
+// 2 threads, and so does a row per token.
+TEST_P(DeltaFlush, CommittedRowFoldsLiveRecordsFirst) {
+  const DeltaCase& c = GetParam();
+  const DeltaModel model(c);
+  for (const CpuContext& context : Contexts({2})) {
+    StatePool pool = model.make_pool(3);
+    DeltaRunner runner(model, pool, context);
+    for (std::int32_t slot = 0; slot < 3; ++slot) {
+      ASSERT_TRUE(is_ok(pool.reset(slot)));
+      runner.step({committed(slot, names(1, 0, 5))});
+      runner.step({tentative(slot, names(1, 5, 1), 1)});
+    }
+    ASSERT_TRUE(is_ok(pool.force_flush(0)));
+    runner.step({tentative(0, names(9, 0, 1), 0), committed(1, names(1, 6, 10))});
+    for (int i = 0; i < 10; ++i) {
+      runner.step({committed(2, names(1, 6 + i, 1)), committed(0, names(1, 6 + i, 1))});
+    }
+    for (int layer = 0; layer < c.layers; ++layer) {
+      for (const std::int32_t slot : {0, 2}) {
+        EXPECT_TRUE(
+            same_bytes(checkpoint_bytes(pool, layer, slot), checkpoint_bytes(pool, layer, 1)));
+      }
+    }
+  }
+}
+
+// What is deferred leaves [2^-32, 2^32] within windows: plain decoding's state and that of replay
+// are equal to the bit (f32), both are the oracle's, and so are their outputs. With kFast a fifth
+// of the state outlives the token at which that happens.
+TEST(GatedDeferredDecay, FactorsReachTheState) {
+  for (const DType checkpoint : {DType::kF32, DType::kBF16}) {
+    for (const DeltaDecay decay : {DeltaDecay::kFast, DeltaDecay::kSteep, DeltaDecay::kZero}) {
+      DeltaCase c = small_delta_case(DeltaFamily::kGated, "factors", 32, 3);
+      c.checkpoint = checkpoint;
+      c.dt_bias = false;
+      c.decay = decay;
+      const DeltaModel model(c);
+      for (const CpuContext& context : Contexts({1})) {
+        StatePool pool = model.make_pool(3);
+        DeltaRunner runner(model, pool, context);
+        DeltaOracle oracle(model);
+        for (const std::int32_t slot : {0, 1}) ASSERT_TRUE(is_ok(pool.reset(slot)));
+        int begun_anew = 0;
+        int deferred = 0;
+        for (int step = 0; step < 40; ++step) {
+          const std::vector<TokenId> tokens = names(1, 3 * step, 3);
+          const std::string where = describe(context) + ", step " + std::to_string(step);
+          StepOutput plain;
+          for (const TokenId token : tokens) {
+            plain = runner.step({committed(0, {token})});
+            (deferred_decays(pool, 0, 0).front() == 1.0f ? begun_anew : deferred) += 1;
+          }
+          const StepOutput replayed = runner.step({tentative(1, tokens, 3)});
+          const OracleOutput want = oracle.run(tokens);
+          expect_close(replayed[0], want, c, where);
+          const std::int64_t outputs[] = {4, 24};
+          const std::span last = std::span(want[0]).last(4 * 24);
+          EXPECT_TRUE(close(plain[0][0], {last.begin(), last.end()}, c.bound(), outputs)) << where;
+
+          ASSERT_TRUE(is_ok(pool.materialize(context, 1, 3 * step + 3, 2)));
+          for (const std::int32_t slot : {0, 2}) {  // 24 columns are one tile: the oracle's order
+            EXPECT_TRUE(close(checkpoint_values(pool, 0, slot), oracle.state(0), c.bound(),
+                              c.state_shape()))
+                << where << ", slot " << slot;
+          }
+          if (checkpoint != DType::kF32) continue;
+          EXPECT_TRUE(same_bytes(checkpoint_bytes(pool, 0, 2), checkpoint_bytes(pool, 0, 0)))
+              << where;
+        }
+        EXPECT_GE(begun_anew, 5) << "nothing was left";
+        if (checkpoint == DType::kF32 && decay != DeltaDecay::kZero) {
+          EXPECT_GE(deferred, 40);
+        }
+      }
+    }
+  }
 }
 
 }  // namespace

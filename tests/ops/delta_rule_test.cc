@@ -293,7 +293,7 @@ TEST(DeltaTraffic, IsWhatMustMove) {
     return gated_delta_net_row_traffic(shape, DType::kF32, DType::kBF16, limits, kind, cursor,
                                        tokens);
   };
-  constexpr std::int64_t kState = 4 * 16 * 24 * 4;
+  constexpr std::int64_t kState = 4 * (16 * 24 + 24 / 8) * 4;  // with deferred decays
   constexpr std::int64_t kKeys = 2 * (16 * 2 + 4);
   constexpr std::int64_t kValues = 4 * 24 * 2;
   const StateTraffic first = of(RowKind::kTentative, {0, 0, false}, 3);
@@ -311,10 +311,14 @@ TEST(DeltaTraffic, IsWhatMustMove) {
   const StateTraffic plain = of(RowKind::kCommitted, {10, 10, false}, 1);
   EXPECT_EQ(plain.checkpoint_written, kState);
   EXPECT_EQ(plain.ring_written, 0);
-  // A decay per channel is recorded per channel.
+  const StateTraffic narrow = gated_delta_net_row_traffic(shape, DType::kBF16, DType::kBF16, limits,
+                                                          RowKind::kCommitted, {10, 10, false}, 1);
+  EXPECT_EQ(narrow.checkpoint_written, 4 * 16 * 24 * 2);
+  // A decay per channel is recorded per channel, and goes into the state at once.
   const StateTraffic kimi = kimi_delta_attention_row_traffic(
       {4, 16, 24}, DType::kF32, DType::kBF16, limits, RowKind::kTentative, {10, 11, false}, 1);
   EXPECT_EQ(kimi.ring_read, 4 * (16 * 2 + 4) + 4 * 16 * 4 + kValues);
+  EXPECT_EQ(kimi.checkpoint_read, 4 * 16 * 24 * 4);
 }
 
 }  // namespace

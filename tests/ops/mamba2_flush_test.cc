@@ -88,8 +88,6 @@ TEST_P(Mamba2Flush, CommittedRowFoldsLiveRecordsFirst) {
     for (int layer = 0; layer < c.layers; ++layer) {
       EXPECT_TRUE(same_bytes(checkpoint_bytes(pool, layer, 0), checkpoint_bytes(pool, layer, 1)));
       EXPECT_TRUE(same_bytes(checkpoint_bytes(pool, layer, 2), checkpoint_bytes(pool, layer, 1)));
-      EXPECT_EQ(deferred_decays(pool, layer, 0), deferred_decays(pool, layer, 1));
-      EXPECT_EQ(deferred_decays(pool, layer, 2), deferred_decays(pool, layer, 1));
     }
   }
 }

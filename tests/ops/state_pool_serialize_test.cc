@@ -131,7 +131,7 @@ TEST(SerializeDamage, ResealedImagesNeverCrash) {
   std::vector<std::byte> version = image;
   version[8] = std::byte{99};
   reseal(version);
-  EXPECT_TRUE(refused(pool.load({}, 1, version), StatusCode::kUnsupported, {"99", "3"}));
+  EXPECT_TRUE(refused(pool.load({}, 1, version), StatusCode::kUnsupported, {"99", "4"}));
 }
 
 // Foreign states are refused with both values, whatever else differs.

@@ -125,6 +125,8 @@ class DeltaModel {
         return raw_of(-0.01);
       case DeltaDecay::kFast:
         return raw_of(-1.5);
+      case DeltaDecay::kSteep:
+        return rng.uniform(8.0f, 20.0f);
       case DeltaDecay::kTiny:
         return bounded ? 100.0f : 27.631021f;
       case DeltaDecay::kZero:

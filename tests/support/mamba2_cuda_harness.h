@@ -18,8 +18,8 @@
 #include <utility>
 #include <vector>
 
+#include "ops/deferred_decay.h"
 #include "ops/mamba2/cuda/launch.h"
-#include "ops/mamba2/deferred_decay.h"
 #include "ops/mamba2/reference.h"
 #include "support/cuda_device.h"
 

@@ -38,12 +38,18 @@ inline std::vector<std::byte> field_bytes(const StatePool& pool, int layer, std:
   return {begin, begin + static_cast<std::ptrdiff_t>(field.bytes())};
 }
 
+/// A checkpoint as it is stored, with what is deferred in it.
 inline std::vector<std::byte> checkpoint_bytes(const StatePool& pool, int layer,
                                                std::int32_t slot) {
-  return field_bytes(pool, layer, slot, "checkpoint");
+  std::vector<std::byte> bytes = field_bytes(pool, layer, slot, "checkpoint");
+  if (pool.impl().layout(layer).deferred_decay_offset() != 0) {
+    const std::vector<std::byte> decays = field_bytes(pool, layer, slot, "deferred_decay");
+    bytes.insert(bytes.end(), decays.begin(), decays.end());
+  }
+  return bytes;
 }
 
-/// What a page's stored state is to be multiplied by (ops/mamba2/deferred_decay.h), each for as
+/// What a page's stored state is to be multiplied by (ops/deferred_decay.h), each for as
 /// many elements as the next; one of 1 where nothing is deferred.
 inline std::vector<float> deferred_decays(const PageLayout& layout, const std::byte* page) {
   const std::size_t offset = layout.deferred_decay_offset();

@@ -1,5 +1,5 @@
-// How fp32 states of Mamba-2 advance (ops/mamba2/deferred_decay.h).
-#include "ops/mamba2/deferred_decay.h"
+// How fp32 states of heads with one decay advance (ops/deferred_decay.h).
+#include "ops/deferred_decay.h"
 
 #include <gtest/gtest.h>
 

@@ -4,6 +4,7 @@
 #include <sstream>
 
 #include "cpu/dispatch.h"
+#include "ops/deferred_decay.h"
 #include "ops/delta_rule/cpu/kernel.h"
 #include "ops/operands.h"
 #include "ops/run_rows.h"
@@ -112,10 +113,11 @@ void point_at_records(DeltaRuleTask& task, F field) {
 
 /// Points at slot 0's page. Fields are found by name, which is done once for all slots.
 void point_at_first_slot(DeltaRuleTask& task, StatePool::Impl& pool, int layer) {
-  const auto field = [&](const char* name) {
-    return pool.field(layer, 0, pool.layout(layer).field(name));
-  };
-  task.checkpoint = field("checkpoint");
+  const PageLayout& layout = pool.layout(layer);
+  const auto field = [&](const char* name) { return pool.field(layer, 0, layout.field(name)); };
+  std::byte* checkpoint = field("checkpoint");
+  task.checkpoint = checkpoint;
+  point_at_deferred(task, layout, nullptr, checkpoint);
   point_at_records(task, field);
   task.places = pool.options.limits.record_places();
 }
@@ -131,13 +133,16 @@ void point_at_slot(DeltaRuleTask& task, StatePool::Impl& pool, int layer, std::i
     }
   };
   move(task.checkpoint);
+  move(task.deferred);
   move(task.ring_k);
   move(task.ring_k_scale);
   move(task.ring_v);
   move(task.ring_decay);
   move(task.ring_beta);
   move(task.ring_delta);
-  task.checkpoint_in = cursor.checkpoint_position == 0 ? nullptr : task.checkpoint;
+  const bool zero = cursor.checkpoint_position == 0;
+  task.checkpoint_in = zero ? nullptr : task.checkpoint;
+  task.deferred_in = zero ? nullptr : task.deferred;
   task.copy = pool.read_copy(layer, slot);
   task.first_place = cursor.checkpoint_position % task.places;
   task.live = cursor.live();
@@ -280,9 +285,13 @@ Result<std::string> delta_rule_explain(const CudaContext& context, const StatePo
 StateTraffic delta_rule_row_traffic(const DeltaRuleShape& shape, DType checkpoint, DType activation,
                                     ReplayLimits limits, RowKind kind, const Cursor& cursor,
                                     std::int64_t token_count, FlushMode flush) {
-  const auto state = shape.state_elements() * static_cast<std::int64_t>(size_of(checkpoint));
   const auto act = static_cast<std::int64_t>(size_of(activation));
   constexpr auto kF32 = static_cast<std::int64_t>(sizeof(float));
+  const std::int64_t deferred =
+      shape.channel_decay ? 0 : deferred_decay_count(checkpoint, shape.value_dim);
+  const std::int64_t state =
+      shape.state_elements() * static_cast<std::int64_t>(size_of(checkpoint)) +
+      shape.value_heads * deferred * kF32;
   const std::int64_t keys = shape.key_heads * (shape.key_dim * act + kF32);
   const std::int64_t decays = shape.value_heads * shape.decays() * kF32;
   const std::int64_t betas = shape.value_heads * kF32;
@@ -300,15 +309,16 @@ StateTraffic delta_rule_row_traffic(const DeltaRuleShape& shape, DType checkpoin
   return traffic;
 }
 
-void delta_rule_fold(const CpuContext& context, const StatePoolOptions& options, int layer,
+void delta_rule_fold(const CpuContext& context, const StatePool::Impl& pool, int layer,
                      const DeltaRuleShape& shape, const FoldTask& fold) {
+  const StatePoolOptions& options = pool.options;
   DeltaRuleTask base = layer_task(shape, options, layer);
   // Kernels write to the ring only where they append, which a fold does not.
   point_at_records(base, [&](const char* name) { return fold.records.at(name); });
   const DeltaRuleKernels& kernels =
       cpu::delta_rule_kernels(context.isa, options.checkpoint, shape.channel_decay);
   const WorkSplit split(shape.key_heads, shape.heads_per_key(), 1, context.thread_count());
-  run_fold(context, split, kernels, fold, base, select);
+  run_fold(context, split, kernels, pool.layout(layer), fold, base, select);
 }
 
 }  // namespace replayssm

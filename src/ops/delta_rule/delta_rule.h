@@ -29,7 +29,7 @@ StateTraffic delta_rule_row_traffic(const DeltaRuleShape& shape, DType checkpoin
                                     ReplayLimits limits, RowKind kind, const Cursor& cursor,
                                     std::int64_t token_count, FlushMode flush);
 
-void delta_rule_fold(const CpuContext& context, const StatePoolOptions& options, int layer,
+void delta_rule_fold(const CpuContext& context, const StatePool::Impl& pool, int layer,
                      const DeltaRuleShape& shape, const FoldTask& fold);
 
 }  // namespace replayssm

@@ -65,7 +65,7 @@ StateTraffic gated_delta_net_row_traffic(const GatedDeltaNetShape& shape, DType 
 
 void fold_records(const CpuContext& context, const StatePool::Impl& pool, int layer,
                   const GatedDeltaNetShape& shape, const FoldTask& fold) {
-  delta_rule_fold(context, pool.options, layer, delta_rule(shape), fold);
+  delta_rule_fold(context, pool, layer, delta_rule(shape), fold);
 }
 
 }  // namespace replayssm

@@ -67,7 +67,7 @@ StateTraffic kimi_delta_attention_row_traffic(const KimiDeltaAttentionShape& sha
 
 void fold_records(const CpuContext& context, const StatePool::Impl& pool, int layer,
                   const KimiDeltaAttentionShape& shape, const FoldTask& fold) {
-  delta_rule_fold(context, pool.options, layer, delta_rule(shape), fold);
+  delta_rule_fold(context, pool, layer, delta_rule(shape), fold);
 }
 
 }  // namespace replayssm

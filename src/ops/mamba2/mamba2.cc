@@ -1,9 +1,9 @@
 #include "replayssm/ops/mamba2.h"
 
 #include "cpu/dispatch.h"
+#include "ops/deferred_decay.h"
 #include "ops/fold.h"
 #include "ops/mamba2/cpu/kernel.h"
-#include "ops/mamba2/deferred_decay.h"
 #include "ops/operands.h"
 #include "ops/run_rows.h"
 #include "state/pool_impl.h"
@@ -68,15 +68,6 @@ Mamba2Task layer_task(const StatePool::Impl& pool, int layer, const Mamba2Shape&
   task.state_size = shape.state_size;
   task.a = pool.mamba2_a[static_cast<std::size_t>(layer)].data();
   return task;
-}
-
-/// What belongs to a task's checkpoints; `in`: null for a zero state.
-void point_at_deferred(Mamba2Task& task, const PageLayout& layout, const std::byte* in,
-                       std::byte* out) {
-  const std::size_t offset = layout.deferred_decay_offset();
-  if (offset == 0) return;
-  task.deferred = reinterpret_cast<float*>(out + offset);
-  if (in != nullptr) task.deferred_in = reinterpret_cast<const float*>(in + offset);
 }
 
 void point_at_slot(Mamba2Task& task, StatePool::Impl& pool, int layer, std::int32_t slot,
@@ -244,11 +235,10 @@ void fold_records(const CpuContext& context, const StatePool::Impl& pool, int la
   base.ring_x = fold.records.at("x");
   base.ring_b = fold.records.at("b");
   base.ring_dt = reinterpret_cast<float*>(fold.records.at("dt"));
-  point_at_deferred(base, pool.layout(layer), fold.checkpoint_in, fold.checkpoint);
   const Mamba2Kernels& kernels =
       cpu::mamba2_kernels(context.isa, pool.options.checkpoint, pool.options.activation);
   const WorkSplit split(shape.groups, shape.heads / shape.groups, 1, context.thread_count());
-  run_fold(context, split, kernels, fold, base, select);
+  run_fold(context, split, kernels, pool.layout(layer), fold, base, select);
 }
 
 }  // namespace replayssm

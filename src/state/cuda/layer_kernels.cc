@@ -93,6 +93,10 @@ void LayerKernels::point_at_pages(const PageLayout& layout, std::byte* page,
         p.state = page + state.offset;
         p.state_slot_stride = stride(state);
         p.state_head_stride = state.inner;
+        if (const std::size_t offset = layout.deferred_decay_offset(); offset > 0) {
+          p.deferred = reinterpret_cast<float*>(page + state.offset + offset);
+          p.deferred_slot_stride = static_cast<std::int64_t>(page_stride / sizeof(float));
+        }
         if (p.copy.format == ReadCopyFormat::kNone) return;
         const ReadCopy copy = layout.read_copy_in(page);
         p.copy.codes = copy.codes;
@@ -101,11 +105,6 @@ void LayerKernels::point_at_pages(const PageLayout& layout, std::byte* page,
         p.copy.slot_stride = static_cast<std::int64_t>(page_stride);
       },
       params_);
-  if (auto* p = std::get_if<Mamba2CudaParams>(&params_);
-      p != nullptr && layout.deferred_decay_offset() > 0) {
-    p->deferred = reinterpret_cast<float*>(page + state.offset + layout.deferred_decay_offset());
-    p->deferred_slot_stride = static_cast<std::int64_t>(page_stride / sizeof(float));
-  }
   const Rings all = rings();
   for (std::size_t i = 0; i < all.count; ++i) {
     const Field& field = layout.field(all.ring[i].name);

@@ -4,6 +4,9 @@
 //   fast   S = w(-1) S + sum_i w(i) k'_i d_i^T as one product of the recorded deltas d_i, with w(i)
 //          the product of the decays after record i (-1: of all)
 //
+// Where decays are deferred (one per head, an f32 checkpoint), an exact fold goes on from the R and
+// c that are stored; a fast one leaves S.
+//
 // The state is decoded once and encoded once.
 #pragma once
 
@@ -29,11 +32,23 @@ class Fold {
     return fast_ ? Records::Column::kDelta : Records::Column::kValue;
   }
 
-  /// Makes the head whose records these are the current one.
-  void prepare(const Records& records) {
+  /// Makes the head whose records these are the current one; `before`: what is deferred in its
+  /// state.
+  void prepare(const Records& records, DeferredDecay before) {
     records_ = &records;
-    if (fast_) weigh_keys();
+    deferred_ = before;
+    if (count_ == 0) return;
+    if (fast_) {
+      weigh_keys();
+      deferred_ = {};
+    } else if constexpr (!kChannelDecay) {
+      defer_decays<false>(records.decay, count_, deferred_, advances_);
+      if (!defers_decay(DTypeOf<State>::value)) deferred_ = {};
+    }
   }
+
+  /// What is deferred in the state that `block` leaves.
+  DeferredDecay deferred() const { return deferred_; }
 
   /// The records into the block at `place`, from `in` (null: zero) to `out`, which may be `in`.
   template <typename C>
@@ -59,10 +74,18 @@ class Fold {
 
   // ---- Exact ----
 
+  auto decays() const {
+    if constexpr (kChannelDecay) {
+      return records_->decay;
+    } else {
+      return advances_;
+    }
+  }
+
   template <typename C>
   void rerun(const BlockPlace& place, const State* in, State* out) const {
     const Recurrence<Isa, State, kChannelDecay> r{
-        count_, key_dim_, keys_.k, nullptr, records_->decay, records_->beta, records_->column};
+        count_, key_dim_, keys_.k, nullptr, decays(), records_->beta, records_->column};
     if constexpr (sizeof(State) < sizeof(float)) {
       alignas(64) float work[kMaxKeyDim * kBlock<Isa>];
       r.template advance<C>(place.column, in, out, place.pitch, work, kBlock<Isa>, NoOutput{});
@@ -88,6 +111,7 @@ class Fold {
         scaled<Isa>(keys_.k[i], key_dim_, weight, weighted_[i]);
         weight *= records_->decay[i][0];
       }
+      weight *= deferred_.value();
       for (std::int64_t n = 0; n < key_dim_; ++n) state_weight_[n] = weight;
     }
   }
@@ -126,6 +150,8 @@ class Fold {
   bool fast_;
   int count_;
   std::int64_t key_dim_;
+  DeferredDecay deferred_;
+  DeferredAdvance advances_[kChannelDecay ? 1 : kMaxLive];  // of an exact fold, one decay per token
   alignas(64) float weighted_[kMaxLive][kMaxKeyDim];
   alignas(64) float state_weight_[kMaxKeyDim];
 };

@@ -19,6 +19,7 @@ namespace replayssm::cpu {
 template <typename Isa, typename State, bool kChannelDecay>
 class DeltaRuleKernel {
   using V = Vec<Isa>;
+  using Recurrence = delta::Recurrence<Isa, State, kChannelDecay>;
   using Fold = delta::Fold<Isa, State, kChannelDecay>;
   using Keys = delta::RecordKeys<Isa>;
   using Records = delta::HeadRecords<Isa, kChannelDecay>;
@@ -40,7 +41,7 @@ class DeltaRuleKernel {
     const bool folds = task.live > 0;
     if (folds) fold_heads(task);
     delta::TokenVectors<Isa, kChunk> tokens;
-    delta::HeadGates<Isa, kChannelDecay, kChunk> gates;
+    ChunkGates gates;
     delta::TokenValues<Isa, kChunk> values;
     for (std::int64_t first = 0; first < task.tokens; first += kChunk) {
       const std::int64_t rest = task.tokens - first;
@@ -51,8 +52,14 @@ class DeltaRuleKernel {
       for (std::int64_t head = task.head_begin; head < task.head_end; ++head) {
         gates.compute(task, head, first, count);
         values.enter(task, head, first, count);
-        const delta::Recurrence<Isa, State, kChannelDecay> r{
-            count, task.key_dim, tokens.k, tokens.q, gates.decay, gates.beta, values.v};
+        DeferredAdvance advances[kChunk];
+        const Recurrence r{count,
+                           task.key_dim,
+                           tokens.k,
+                           tokens.q,
+                           decays(task, head, gates, count, in_place, advances),
+                           gates.beta,
+                           values.v};
         State* out = state_out(task, head);
         const State* in = in_place ? out : state_in(task, head);
         delta::for_each_block<Isa>(task, [&](auto columns, const delta::BlockPlace& place) {
@@ -72,6 +79,23 @@ class DeltaRuleKernel {
   }
 
  private:
+  using ChunkGates = delta::HeadGates<Isa, kChannelDecay, kChunk>;
+
+  /// Decays of a committed row's tokens as the recurrence takes them: in `advances`, if deferred.
+  static auto decays(const DeltaRuleTask& task, std::int64_t head, const ChunkGates& gates,
+                     int count, bool in_place, DeferredAdvance* advances) {
+    if constexpr (kChannelDecay) {
+      return gates.decay;
+    } else {
+      constexpr bool kStoresS = !defers_decay(DTypeOf<State>::value);
+      DeferredDecay deferred = in_place ? deferred_out(task, head, task.value_dim)
+                                        : deferred_in(task, head, task.value_dim);
+      delta::defer_decays<kStoresS>(gates.decay, count, deferred, advances);
+      store_deferred(task, head, task.value_dim, deferred);
+      return advances;
+    }
+  }
+
   static const State* state_in(const DeltaRuleTask& task, std::int64_t head) {
     return task.checkpoint_in == nullptr ? nullptr
                                          : static_cast<const State*>(task.checkpoint_in) +
@@ -97,7 +121,8 @@ class DeltaRuleKernel {
     for (std::int64_t head = task.head_begin; head < task.head_end; ++head) {
       Records records;
       records.read(task, head, fold.wanted());
-      fold.prepare(records);
+      fold.prepare(records, deferred_in(task, head, task.value_dim));
+      store_deferred(task, head, task.value_dim, fold.deferred());
       const State* in = state_in(task, head);
       State* out = state_out(task, head);
       delta::for_each_block<Isa>(task, [&](auto columns, const delta::BlockPlace& place) {
@@ -134,8 +159,13 @@ class DeltaRuleKernel {
       records.read(task, head, wanted);
       values.enter(task, head, 0, tokens);
       deltas.enter(task, head);
-      if constexpr (kFlush) fold.prepare(records);
-      window.prepare(gates, records);
+      DeferredDecay deferred = deferred_in(task, head, task.value_dim);
+      if constexpr (kFlush) {
+        fold.prepare(records, deferred);
+        deferred = fold.deferred();
+        store_deferred(task, head, task.value_dim, deferred);
+      }
+      window.prepare(gates, records, deferred);
       const State* in = state_in(task, head);
       State* out = state_out(task, head);
       int block = 0;

@@ -28,6 +28,10 @@ struct DeltaRuleTask {
   // `checkpoint`.
   const void* checkpoint_in = nullptr;
   void* checkpoint = nullptr;
+  // What belongs to both (ops/deferred_decay.h): (value_heads, value_dim / kDeferredRows); null for
+  // two-byte checkpoints and with a decay per channel.
+  const float* deferred_in = nullptr;
+  float* deferred = nullptr;
   ReadCopy copy;  // of `checkpoint`; may not exist
 
   // Record ring; live record i lies at place (first_place + i) mod places.

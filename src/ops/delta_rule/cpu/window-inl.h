@@ -7,12 +7,14 @@
 //   o_t =              S0 . w(-1, t) q_t + sum_i (k_i . w(i, t) q_t) d_i,     i before or at t
 //
 // The d_i of records are in the ring; those of the row's tokens follow from one another. Weights
-// are products of factors in [0, 1], so nothing overflows.
+// are products of factors in [0, 1], so nothing overflows. Where decays are deferred the checkpoint
+// holds R with S0 = c R, and c is one more factor of w(-1, t).
 //
 // Row 2t of the window belongs to k_t, row 2t + 1 to q_t: what a row takes from the checkpoint is a
 // product with key_dim vectors, and the records' deltas are further vectors of the same product.
 #pragma once
 
+#include "ops/deferred_decay.h"
 #include "ops/delta_rule/cpu/inputs-inl.h"
 
 namespace replayssm::cpu::delta {
@@ -48,14 +50,15 @@ class Window {
     }
   }
 
-  /// Brings in one head's decays.
-  void prepare(const Gates& gates, const Records& records) {
+  /// Brings in one head's decays, those deferred in its checkpoint too (one decay per token).
+  void prepare(const Gates& gates, const Records& records,
+               [[maybe_unused]] DeferredDecay deferred) {
     if constexpr (kChannelDecay) {
       score_tokens(gates);
       weigh_rows(gates);
       score_records(records);
     } else {
-      weigh_scores(gates, records);
+      weigh_scores(gates, records, deferred);
     }
   }
 
@@ -85,7 +88,7 @@ class Window {
   // ---- One decay per token ----
 
   /// Running products of decays from the newest entry backwards.
-  void weigh_scores(const Gates& gates, const Records& records) {
+  void weigh_scores(const Gates& gates, const Records& records, DeferredDecay deferred) {
     for (int r = 0; r < rows_; r += 2) {
       float weight = 1.0f;
       for (int i = live_ + r / 2; i >= 0; --i) {
@@ -93,7 +96,7 @@ class Window {
         terms_[i][r + 1] = weight * scores_[i][r + 1];
         weight *= i >= live_ ? gates.decay[i - live_][0] : records.decay[i][0];
       }
-      state_weight_[r] = state_weight_[r + 1] = weight;
+      state_weight_[r] = state_weight_[r + 1] = weight * deferred.value();
     }
   }
 

@@ -12,7 +12,9 @@
 
 #include "cuda/query.h"
 #include "cuda/step_kernel.h"
+#include "ops/deferred_decay.h"
 #include "ops/delta_rule/cuda/params.h"
+#include "replayssm/dtype.h"
 #include "replayssm/status.h"
 
 namespace replayssm::cuda {
@@ -48,6 +50,12 @@ constexpr int delta_rule_column_blocks(DeltaRuleVariant variant) {
   return variant == kAny ? 4 : variant == kDraft || variant == kDirect ? 2 : 1;
 }
 
+/// Whether the checkpoint stores R and c (ops/deferred_decay.h).
+template <typename State, bool kChannelDecay>
+constexpr bool delta_rule_defers() {
+  return !kChannelDecay && defers_decay(DTypeOf<State>::value);
+}
+
 /// Tokens that a block prepares together: drafts, or a chunk of a committed row.
 constexpr int delta_rule_chunk(DeltaRuleVariant variant) {
   return variant == DeltaRuleVariant::kSingle ? 2 : 4 * delta_rule_column_blocks(variant);
@@ -69,6 +77,7 @@ struct DeltaRuleRun {
   void* ring_delta;  // of place 0
   void* ring_v;
   std::int32_t tiles;
+  float deferred;  // what folds leave deferred, or multiply in where the checkpoint does not defer
 };
 
 /// Keys that a warp takes through its registers where unit keys take the place of raw ones.
@@ -99,7 +108,8 @@ struct DeltaRuleShared {
   // the checkpoint (columns).
   std::int32_t head = 0;
   std::int32_t head_bytes = 0;
-  std::int32_t betas = 0;  // within it
+  std::int32_t betas = 0;     // within it
+  std::int32_t deferred = 0;  // of the direct kernel, within it: as DeltaRuleRun has it
   std::int32_t weights = 0;
   std::int32_t weight_stride = 0;
   std::int32_t barriers = 0;   // (warps), and one for the records
@@ -119,9 +129,10 @@ struct DeltaRuleLaunch {
   std::int32_t runs_per_key = 1;  // of all value heads of a key head
   std::int32_t tiles_per_head = 8;
   std::int32_t heads_per_key = 1;
-  std::int32_t decays = 1;        // of a head and token
-  std::int32_t act_pitch = 0;     // elements from one vector in shared memory to the next
-  std::int32_t vector_pitch = 0;  // the same for fp32
+  std::int32_t decays = 1;          // of a head and token
+  std::int32_t act_pitch = 0;       // elements from one vector in shared memory to the next
+  std::int32_t vector_pitch = 0;    // the same for fp32
+  std::int32_t prefetch_bytes = 0;  // into L2: of the tile that comes next
 };
 
 /// Overrides; 0 leaves a choice to choose_delta_rule_config.

@@ -39,10 +39,12 @@ class DeltaRuleDirectKernel
   using Preparation = DeltaRulePreparation<State, Act, kChannelDecay, kVariant, kRows>;
   using Preparation::append_key_scales, Preparation::append_keys, Preparation::betas;
   using Preparation::decays, Preparation::folded_records, Preparation::kActPerChunk;
-  using Preparation::first_column, Preparation::kKeyDim, Preparation::kMaxTokens;
+  using Preparation::first_column, Preparation::kDefers, Preparation::kKeyDim;
+  using Preparation::head_at, Preparation::kMaxTokens, Preparation::load_deferred;
   using Preparation::kPerLane, Preparation::load_own_channel, Preparation::prepare_channel;
   using Preparation::load_records, Preparation::load_token_gates, Preparation::load_tokens;
   using Preparation::prepare_channels, Preparation::prepare_fold, Preparation::prepare_token_gates;
+  using Preparation::prepares_records, Preparation::store_deferred;
   using Preparation::scale_token, Preparation::scale_tokens;
   using Preparation::shared, Preparation::token_channel_decay, Preparation::vector;
   using typename Preparation::GateParameters, typename Preparation::TokenGates;
@@ -57,9 +59,9 @@ class DeltaRuleDirectKernel
   using Row::value_offset, Row::warp, Row::zero, Row::zero_outputs;
 
   using Recurrence = DeltaRuleRecurrence<State, kKeyDim, false, kChannelDecay, kRows / 4>;
-  using Recurrence::advance, Recurrence::fold, Recurrence::kColumns, Recurrence::kDecays;
-  using Recurrence::kPassRows, Recurrence::kRowLanes, Recurrence::load_decays;
-  using Recurrence::load_tile, Recurrence::load_vector;
+  using Recurrence::advance, Recurrence::fold, Recurrence::kColumns, Recurrence::kPassRows;
+  using Recurrence::kRowLanes, Recurrence::left_deferred, Recurrence::load_tile;
+  using Recurrence::load_vector, Recurrence::take_decay;
   using Recurrence::multiply, Recurrence::result_row, Recurrence::round_tile;
   using Recurrence::widen_tile;
   using typename Recurrence::PackedTile, typename Recurrence::Tile;
@@ -179,11 +181,26 @@ class DeltaRuleDirectKernel
     }
   }
 
+  /// What the fold of the live records leaves deferred.
+  __device__ __forceinline__ float* deferred_by_fold() const {
+    return this->template at<float>(head_at() + launch.shared.deferred);
+  }
+  __device__ __forceinline__ void prepare_live(DeferredDecay deferred) const {
+    deferred = prepare_fold(deferred);
+    if (!kChannelDecay && prepares_records() && lane == 0) *deferred_by_fold() = deferred.value();
+  }
+
+  /// The rows as loaded, and what is deferred in them.
+  struct Loaded {
+    PackedTile tile;
+    DeferredDecay deferred;
+  };
   /// Everything is asked for before anything is used; then what warps share is prepared.
-  __device__ __forceinline__ PackedTile bring_first() const {
-    PackedTile packed{};
+  __device__ __forceinline__ Loaded bring_first() const {
+    Loaded loaded{};
     const auto load_state = [&] {
-      if (!zero) packed = load_tile(state());
+      loaded.deferred = load_deferred();
+      if (!zero) loaded.tile = load_tile(state());
       load_values();
       load_records();
     };
@@ -197,17 +214,17 @@ class DeltaRuleDirectKernel
       ptx::copy_async_wait_all();
       if (live > 0) {
         __syncthreads();
-        prepare_fold();
+        prepare_live(loaded.deferred);
       }
     } else {
       load_state();
       const Gates gates = load_chunk(0);
       ptx::copy_async_wait_all();
       __syncthreads();
-      prepare_fold();
+      prepare_live(loaded.deferred);
       prepare_chunk(0, gates);
     }
-    return packed;
+    return loaded;
   }
   /// The same for a chunk behind the first one.
   __device__ __forceinline__ void bring_chunk(int first) const {
@@ -224,44 +241,51 @@ class DeltaRuleDirectKernel
   }
 
   __device__ __forceinline__ void step() const {
-    const PackedTile packed = bring_first();
+    const Loaded loaded = bring_first();
     __syncthreads();
     append_key_scales();
     Tile tile;
-    widen_tile(packed, tile);
-    if (live > 0) fold_live(tile);
+    widen_tile(loaded.tile, tile);
+    DeferredDecay deferred = loaded.deferred;
+    if (live > 0) fold_live(tile, deferred);
 #pragma unroll 1
     for (int first = 0; first < token_count; first += chunk()) {
       if (first > 0) {
         bring_chunk(first);
         __syncthreads();
       }
-      advance_tokens(first, tile);
+      advance_tokens(first, tile, deferred);
     }
-    if (kind == PlannedRow::kCommitted && token_count > 0) write_state(tile);
+    if (kind == PlannedRow::kCommitted && token_count > 0) write_state(tile, deferred);
   }
 
   /// Through the live records; to memory where the checkpoint moves.
-  __device__ __forceinline__ void fold_live(Tile& tile) const {
-    fold(folded_records(values(0), kRows), tile);
+  __device__ __forceinline__ void fold_live(Tile& tile, DeferredDecay& deferred) const {
+    if constexpr (!kChannelDecay) deferred = DeferredDecay(*deferred_by_fold());
+    fold(folded_records(values(0), kRows, deferred), tile);
+    if constexpr (!kDefers) deferred = DeferredDecay();
     if (kind == PlannedRow::kReplay) return;
-    if (kind == PlannedRow::kFlush || token_count == 0) write_state(tile);
+    if (kind == PlannedRow::kFlush || token_count == 0) write_state(tile, deferred);
     round_tile(tile);
   }
 
-  __device__ __forceinline__ void advance_tokens(int first, Tile& tile) const {
+  __device__ __forceinline__ void advance_tokens(int first, Tile& tile,
+                                                 DeferredDecay& deferred) const {
     const int count = chunk_length(first);
     const int row = result_row();
     const bool writes = lane % kRowLanes == 0;
+    // A token's decay is taken along while the one before it is worked on.
+    DeferredAdvance next = take_decay(deferred, decays() + live);
 #pragma unroll 1
     for (int t = 0; t < count; ++t) {
-      float x[kColumns], alpha[kDecays];
+      const DeferredAdvance by = next;
+      if (t + 1 < count) next = take_decay(deferred, decays() + live + t + 1);
+      float x[kColumns];
       load_vector(vector(2 * t), x);
-      load_decays(kChannelDecay ? token_channel_decay(t) : decays() + live + t, alpha);
       const Act v = values(live + t)[row];
-      const float d = advance(tile, x, alpha, betas()[live + t], widen(v));
+      const float d = advance(tile, x, token_channel_decay(t), by, betas()[live + t], widen(v));
       load_vector(vector(2 * t + 1), x);
-      const float o = multiply(tile, x);
+      const float o = multiply(tile, x) * left_deferred(by);
       if (writes) output(first + t)[row] = narrow<Act>(o);
       if (kind == PlannedRow::kCommitted) {
         round_tile(tile);
@@ -273,8 +297,9 @@ class DeltaRuleDirectKernel
     }
   }
 
-  __device__ __forceinline__ void write_state(const Tile& tile) const {
+  __device__ __forceinline__ void write_state(const Tile& tile, DeferredDecay deferred) const {
     this->template write_tile<false>(tile, state(), nullptr);
+    store_deferred(0, kRows, deferred);
   }
 };
 

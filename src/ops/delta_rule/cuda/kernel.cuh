@@ -15,6 +15,9 @@
 // that share rows. Where every channel has its own decay, decays multiply channels of k and q
 // instead of scores.
 //
+// With one decay per head an fp32 checkpoint holds R, S = c R (ops/deferred_decay.h): products are
+// with R, and w(-1, t) takes c along.
+//
 // A row that flushes, and a committed row, run the recurrence on tiles in registers
 // (recurrence.cuh). What must not contribute is not loaded, or replaced by selection: unused places
 // may hold NaN.
@@ -54,7 +57,8 @@ class DeltaRuleStepKernel
   using Preparation::betas, Preparation::decays;
   using Preparation::folded_records, Preparation::init_records_barrier, Preparation::kActPerChunk;
   using Preparation::kBlocks, Preparation::key_dim, Preparation::kKeyDim, Preparation::kMasked;
-  using Preparation::kMaxTokens, Preparation::load_own_channel, Preparation::load_records;
+  using Preparation::kDefers, Preparation::kMaxTokens, Preparation::load_deferred;
+  using Preparation::load_own_channel, Preparation::load_records, Preparation::store_deferred;
   using Preparation::load_token_gates, Preparation::load_tokens, Preparation::prepare_channels;
   using Preparation::prepare_fold, Preparation::prepare_token_gates, Preparation::raw_token;
   using Preparation::scale_tokens, Preparation::shared, Preparation::token_channel_decay;
@@ -70,9 +74,9 @@ class DeltaRuleStepKernel
   using Row::zero_outputs;
 
   using Recurrence = DeltaRuleRecurrence<State, kKeyDim, kMasked, kChannelDecay>;
-  using Recurrence::advance, Recurrence::fold, Recurrence::kColumns, Recurrence::kDecays;
-  using Recurrence::kPassRows, Recurrence::load_decays;
-  using Recurrence::kRowLanes, Recurrence::load_vector, Recurrence::multiply;
+  using Recurrence::advance, Recurrence::fold, Recurrence::kColumns, Recurrence::kPassRows;
+  using Recurrence::kRowLanes, Recurrence::left_deferred, Recurrence::load_vector;
+  using Recurrence::multiply, Recurrence::take_decay;
   using Recurrence::read_tile, Recurrence::result_row, Recurrence::round_tile;
   using typename Recurrence::Tile;
 
@@ -95,6 +99,7 @@ class DeltaRuleStepKernel
   // One token on an fp32 state is multiplied without tensor cores.
   static constexpr bool kScalar =
       kVariant == DeltaRuleVariant::kSingle && sizeof(State) == 4 && !kHasCopy;
+  static constexpr bool kMayPrefetch = kScalar && !kChannelDecay;
   // What all tiles of a run are multiplied with stays in registers where it fits.
   static constexpr bool kKeepColumns =
       kBlocks == 1 && (!kChannelDecay || sizeof(State) == 2 || kHasCopy);
@@ -214,6 +219,9 @@ class DeltaRuleStepKernel
             const auto bytes = static_cast<std::uint32_t>(elements * sizeof(State));
             ptx::mbarrier_expect(bar, bytes);
             ptx::bulk_copy(stage(), from, bytes, bar, ptx::kEvictFirst);
+            if (kMayPrefetch && launch.prefetch_bytes != 0 && tile + tiles < run_length()) {
+              ptx::prefetch_bulk(from + elements, launch.prefetch_bytes);
+            }
           }
         } else {
           constexpr int kPerChunk = 16 / static_cast<int>(sizeof(State));
@@ -351,6 +359,7 @@ class DeltaRuleStepKernel
     const int records = kFlush ? 0 : live;  // that outputs see
     load_tokens(0, own);
     load_records();
+    DeferredDecay deferred = load_deferred();
     Values values = load_values(0);
     const GateParameters own_channel = load_own_channel();
     prepare_token_gates(load_token_gates(0, own), 0, own, true);
@@ -360,18 +369,38 @@ class DeltaRuleStepKernel
     prepare_channels(own, rate, own_channel.bias, is_first_of_key());
     __syncthreads();
     wait_for_records();
-    if constexpr (kFlush) prepare_fold();
+    if constexpr (kFlush) deferred = prepare_run_fold(deferred);
     if (is_first_of_key()) append_keys();
     share_weights(records);
     __syncthreads();
     append_key_scales();
-    finish_weights(records);
+    finish_weights(records, deferred);
     // From here on warps go their own ways.
     if constexpr (kFlush) {
       tiles_of_flush(values);
     } else {
       tiles_of_replay(values);
     }
+  }
+
+  /// Returns what is deferred in the checkpoint after the fold, of which it keeps what the fold
+  /// leaves. Before the run's first tile.
+  __device__ __forceinline__ DeferredDecay prepare_run_fold(DeferredDecay deferred) const {
+    deferred = prepare_fold(deferred);
+    if constexpr (kChannelDecay) return {};
+    if (lane == 0) stored_run().deferred = deferred.value();
+    if constexpr (!kDefers) return {};
+    store_deferred(0, stored_run().tiles * kDeltaRuleTileRows, deferred);
+    return deferred;
+  }
+  /// What prepare_run_fold keeps.
+  __device__ __forceinline__ DeferredDecay deferred_by_fold() const {
+    return DeferredDecay(stored_run().deferred);
+  }
+  /// The same where it is to be multiplied in.
+  __device__ __forceinline__ DeferredDecay rest_of_fold() const {
+    if constexpr (kChannelDecay || kDefers) return {};
+    return deferred_by_fold();
   }
 
   __device__ __forceinline__ void tiles_of_replay(Values values) const {
@@ -547,7 +576,7 @@ class DeltaRuleStepKernel
       State* staged = staged_state() + row * key_dim();
       Tile rows;
       read_tile(staged, zero, rows);
-      fold(folded_records(staged_values() + row, launch.shared.value_pitch), rows);
+      fold(folded_records(staged_values() + row, launch.shared.value_pitch, rest_of_fold()), rows);
       this->template write_tile<true>(rows, to + row * key_dim(), staged);
     }
     __syncwarp();
@@ -566,13 +595,14 @@ class DeltaRuleStepKernel
   __device__ __forceinline__ void committed() const {
     load_tokens(0, chunk_length(0));
     load_records();
+    const DeferredDecay deferred = load_deferred();
     float v = first_value(0, 0);
     const GateParameters own_channel = load_own_channel();
     prepare_token_gates(load_token_gates(0, chunk_length(0)), 0, chunk_length(0), false);
     ptx::copy_async_wait_all();
     __syncthreads();
     wait_for_records();
-    prepare_fold();
+    prepare_run_fold(deferred);
     prepare_chunk(0, own_channel);
     __syncthreads();
     std::uint32_t parity = 0;
@@ -612,10 +642,13 @@ class DeltaRuleStepKernel
     const int row = tile * kDeltaRuleTileRows + pass_row + result_row();
     State* staged = staged_state() + pass_row * key_dim();
     const bool has_tile = tile < tile_count;
+    DeferredDecay deferred;
+    if constexpr (kDefers) deferred = deferred_by_fold();
     if (has_tile) {
       read_tile(staged, zero, rows);
       if (live > 0) {
-        fold(folded_records(staged_values() + pass_row, launch.shared.value_pitch), rows);
+        fold(folded_records(staged_values() + pass_row, launch.shared.value_pitch, rest_of_fold()),
+             rows);
         round_tile(rows);
       }
     }
@@ -638,12 +671,12 @@ class DeltaRuleStepKernel
       for (int t = 0; t < count; ++t) {
         const float v = next_v;
         if (first + t + 1 < token_count) next_v = widen(token_v(first + t + 1)[row]);
-        float x[kColumns], alpha[kDecays];
+        float x[kColumns];
         load_vector(vector(2 * t), x);
-        load_decays(kChannelDecay ? token_channel_decay(t) : decays() + live + t, alpha);
-        advance(rows, x, alpha, betas()[live + t], v);
+        const DeferredAdvance by = take_decay(deferred, decays() + live + t);
+        advance(rows, x, token_channel_decay(t), by, betas()[live + t], v);
         load_vector(vector(2 * t + 1), x);
-        const float o = multiply(rows, x);
+        const float o = multiply(rows, x) * left_deferred(by);
         if (lane % kRowLanes == 0) output(first + t)[row] = narrow<Act>(o);
         round_tile(rows);
       }
@@ -651,6 +684,7 @@ class DeltaRuleStepKernel
     if (has_tile) {
       this->template write_tile<kHasCopy>(
           rows, state() + (tile * kDeltaRuleTileRows + pass_row) * key_dim(), staged);
+      store_deferred(tile * kDeltaRuleTileRows + pass_row, kPassRows, deferred);
     }
   }
 };

@@ -2,6 +2,7 @@
 
 #include "cuda/operand_checks.h"
 #include "cuda/step_launch.cuh"
+#include "ops/deferred_decay.h"
 #include "ops/delta_rule/cuda/kernels.h"
 
 namespace replayssm::cuda {
@@ -84,6 +85,9 @@ Status validate_delta_rule(const DeltaRuleCudaParams& p) {
     return invalid_argument("rows is null, expected device memory");
   }
   RSSM_RETURN_IF_ERROR(check_pointer("state", p.state));
+  if (!p.shape.channel_decay && defers_decay(p.checkpoint)) {
+    RSSM_RETURN_IF_ERROR(check_pointer("deferred decays", p.deferred));
+  }
   RSSM_RETURN_IF_ERROR(check_pointer("k ring", p.ring_k));
   RSSM_RETURN_IF_ERROR(check_pointer("k scale ring", p.ring_k_scale));
   RSSM_RETURN_IF_ERROR(check_pointer("decay ring", p.ring_decay));

@@ -35,8 +35,12 @@ struct DeltaRuleCudaParams {
   float* ring_decay = nullptr;    // (slots, value_heads, places, 1 or key_dim)
   float* ring_beta = nullptr;     // (slots, value_heads, places)
   void* ring_delta = nullptr;     // (slots, value_heads, places, value_dim) activation
-  ReadCopyParams copy;            // of rows of K, 16 rows of V to a tile
+  // The decays deferred in an f32 checkpoint of heads with one decay (ops/deferred_decay.h):
+  // (slots, value_heads, value_dim / kDeferredRows).
+  float* deferred = nullptr;
+  ReadCopyParams copy;  // of rows of K, 16 rows of V to a tile
   std::int64_t state_slot_stride = 0, state_head_stride = 0;
+  std::int64_t deferred_slot_stride = 0;  // heads: value_dim / kDeferredRows apart
   std::int64_t ring_k_slot_stride = 0, ring_k_head_stride = 0;  // places: key_dim apart
   std::int64_t ring_k_scale_slot_stride = 0, ring_k_scale_head_stride = 0;
   std::int64_t ring_v_slot_stride = 0, ring_v_head_stride = 0;  // places: value_dim apart

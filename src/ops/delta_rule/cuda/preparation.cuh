@@ -25,6 +25,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   // The block's warps have one head; where every channel has its own decay, so has a key head.
   static constexpr bool kOneHead = kDirect || kChannelDecay;
   static constexpr int kUnroll = kMasked ? 1 : 8;  // the general kernel is large enough
+  static constexpr bool kDefers = delta_rule_defers<State, kChannelDecay>();
   // Elements of a vector that a lane holds while a warp prepares it.
   static constexpr int kPerLane = kKeyDim / kWarpLanes;
 
@@ -94,6 +95,20 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   __device__ __forceinline__ float* decays() const { return at<float>(head_at()); }
   __device__ __forceinline__ float* betas() const {
     return at<float>(head_at() + launch.shared.betas);
+  }
+
+  // ---- Deferred decays ----
+
+  /// As the checkpoint has it. All rows of a head have the same, but others may be writing theirs.
+  __device__ __forceinline__ DeferredDecay load_deferred() const {
+    if (!kDefers || Row::zero) return DeferredDecay();
+    return DeferredDecay(*Row::deferred_decay(0));
+  }
+  /// Of `rows` rows of the run.
+  __device__ __forceinline__ void store_deferred(int row, int rows, DeferredDecay deferred) const {
+    if (kDefers && lane < rows / static_cast<int>(kDeferredRows)) {
+      Row::deferred_decay(row)[lane] = deferred.value();
+    }
   }
 
   // ---- Loads ----
@@ -265,9 +280,11 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   /// For folds: unit keys of the live records. Where deltas are added up, they take decays of later
   /// records too: those of channels come with the keys, and the products of all records' take the
   /// place of the first one's; those of heads take the place of the records', and the product of
-  /// all that of the first beta.
-  __device__ __forceinline__ void prepare_fold() const {
-    if (live == 0) return;
+  /// all, with what is deferred, that of the first beta. Else what is deferred takes decays of
+  /// heads along, and beta / c takes their place. Returns what the fold leaves deferred, in the
+  /// warps that have it to prepare.
+  __device__ __forceinline__ DeferredDecay prepare_fold(DeferredDecay deferred) const {
+    if (live == 0) return deferred;
     if (kChannelDecay && !folds_values()) {
       // Two channels to a thread. In the direct kernel the first warps have norms to compute.
       const int order = kDirect ? block_threads() - 1 - thread : thread;
@@ -285,7 +302,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
         }
         store_packed(channel_decay(0) + n, later);
       }
-      return;
+      return deferred;
     }
     if (launch.shared.keys_replace_raw) {
       replace_raw_keys();
@@ -294,16 +311,42 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
         store_scaled(load_lane(raw_key(i)), key_scale()[i], key(i));
       }
     }
-    // Where a block has one head, not the warp that has its gates to prepare.
-    if (!kChannelDecay && !folds_values() && (!kOneHead || warp == min(1, launch.warps - 1))) {
-      float later = 1.0f;
-      for (int first = last_group(live); first >= 0; first -= kWarpLanes) {
-        const float factor = later_decays(first, live, later);
-        if (first + lane < live) decays()[first + lane] = factor;
-      }
-      if (lane == 0) betas()[0] = later;
-      __syncwarp();
+    if (kChannelDecay || !prepares_records()) return deferred;
+    if (folds_values()) return defer_records(deferred);
+    float later = 1.0f;
+    for (int first = last_group(live); first >= 0; first -= kWarpLanes) {
+      const float factor = later_decays(first, live, later);
+      if (first + lane < live) decays()[first + lane] = factor;
     }
+    if (lane == 0) betas()[0] = later * deferred.value();
+    __syncwarp();
+    return DeferredDecay();
+  }
+  /// Whether the warp has the records' decays to prepare, where a head has one: where a block has
+  /// one head, not the warp that has its gates to prepare.
+  __device__ __forceinline__ bool prepares_records() const {
+    return !kOneHead || warp == min(1, launch.warps - 1);
+  }
+  /// One after the other, as the recurrence takes them. FoldedRecords says what of.
+  __device__ __forceinline__ DeferredDecay defer_records(DeferredDecay deferred) const {
+#pragma unroll 1
+    for (int first = 0; first < live; first += kWarpLanes) {
+      const int count = min(kWarpLanes, live - first);
+      DeferredDecay mine;
+      float factor = 1.0f;
+#pragma unroll 4
+      for (int i = 0; i < count; ++i) {
+        const float before_record = deferred.take(decays()[first + i]);
+        factor = lane == i ? before_record : factor;
+        mine = lane == i ? deferred : mine;
+      }
+      __syncwarp();
+      if (lane < count) {
+        decays()[first + lane] = factor == 1.0f ? mine.gain(betas()[first + lane]) : -factor;
+      }
+    }
+    __syncwarp();
+    return deferred;
   }
   /// Unit keys to where raw ones lie, which go through registers.
   __device__ __forceinline__ void replace_raw_keys() const {
@@ -322,8 +365,8 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   }
 
   /// The records as prepare_fold leaves them; `values`: theirs for a pass.
-  __device__ __forceinline__ FoldedRecords<Act> folded_records(const Act* values,
-                                                               int value_pitch) const {
+  __device__ __forceinline__ FoldedRecords<Act> folded_records(const Act* values, int value_pitch,
+                                                               DeferredDecay rest) const {
     return {.count = live,
             .exact = folds_values(),
             .values = values,
@@ -333,7 +376,8 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
             .decays = kChannelDecay ? channel_decay(0) : decays(),
             .decay_pitch = kChannelDecay ? key_dim() : 1,
             .total = kChannelDecay ? channel_decay(0) : betas(),
-            .betas = betas()};
+            .betas = betas(),
+            .rest = rest.value()};
   }
 
   /// The first of the last 32 of so many records; negative if there are none.

@@ -7,6 +7,7 @@
 
 #include "cuda/vector.cuh"
 #include "cuda/warp.cuh"
+#include "ops/deferred_decay.h"
 #include "ops/delta_rule/cuda/config.h"
 
 namespace replayssm::cuda {
@@ -20,10 +21,14 @@ struct FoldedRecords {
   int value_pitch;
   const float* keys;  // (count, key_dim), unit
   int key_pitch;
-  const float* decays;  // (count), or (count, key_dim); of deltas: of later records, with the keys
-  int decay_pitch;      // where every channel has its own
-  const float* total;   // of deltas: decays of all records
-  const float* betas;   // (count)
+  // Where every channel has its own decay: (count, key_dim) decays. Else (count), exactly: what v
+  // is multiplied by, beta / c, or with its sign set what R is to be multiplied by first, after
+  // which that is beta; of deltas: decays of later records, with the keys.
+  const float* decays;
+  int decay_pitch;
+  const float* total;  // of deltas: decays of all records, with what was deferred before
+  const float* betas;  // (count)
+  float rest;          // exactly, with one decay per head: what is deferred after the records
 };
 
 /// kKeyDim: columns a lane's registers allow for; with kMasked, key_dim may be less. kRowSlots:
@@ -43,7 +48,7 @@ class DeltaRuleRecurrence {
   static constexpr int kSlots = kRowSlots;
   static constexpr int kPassRows = kTeams * kSlots;
   static constexpr int kRowLanes = kTeamLanes / kSlots;  // lanes that end up with a row's sum
-  static constexpr int kDecays = kChannelDecay ? kColumns : 1;
+  static constexpr bool kDefers = delta_rule_defers<State, kChannelDecay>();
   static constexpr int kRecordsAtOnce = kSlots < 4 ? 2 : 1;  // whose deltas are added up
   static_assert(kDeltaRuleTileRows % kPassRows == 0 && kRowLanes >= 1);
 
@@ -57,9 +62,10 @@ class DeltaRuleRecurrence {
     float s[kSlots][kColumns];
   };
 
-  __device__ __forceinline__ int row_of(int slot) const {
-    return first_row_ + slot / 2 + slot % 2 * (kPassRows / 2);
+  static __device__ __forceinline__ int row_of_slot(int slot) {
+    return slot / 2 + slot % 2 * (kPassRows / 2);
   }
+  __device__ __forceinline__ int row_of(int slot) const { return first_row_ + row_of_slot(slot); }
   /// The row of a pass whose sum `multiply` leaves in this lane.
   __device__ __forceinline__ int result_row() const {
     return row_of(lane_ % kTeamLanes / kRowLanes);
@@ -68,8 +74,15 @@ class DeltaRuleRecurrence {
   __device__ __forceinline__ bool has_column(int v) const {
     return !kMasked || v * kVector * kTeamLanes + first_column_ < key_dim_;
   }
-  __device__ __forceinline__ int column(int v) const {
-    return v * kVector * kTeamLanes + first_column_;
+
+  /// Of the lane's first element in a pass, and from there to vector v of a slot, which is a
+  /// constant. As one number per vector the compiler works them out ahead of the tiles, and spills
+  /// them.
+  __device__ __forceinline__ int first_offset() const {
+    return first_row_ * key_dim_ + first_column_;
+  }
+  __device__ __forceinline__ int offset(int slot, int v) const {
+    return row_of_slot(slot) * key_dim_ + v * kVector * kTeamLanes;
   }
 
   /// The rows of a pass as loaded; zero in columns that there are not.
@@ -78,12 +91,13 @@ class DeltaRuleRecurrence {
   };
   __device__ __forceinline__ PackedTile load_tile(const State* from) const {
     PackedTile out{};
+    from += first_offset();
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         if (!has_column(v)) continue;
-        out.vector[s][v] = load_packed<State, kVector>(from + row_of(s) * key_dim_ + column(v));
+        out.vector[s][v] = load_packed<State, kVector>(from + offset(s, v));
       }
     }
     return out;
@@ -99,6 +113,8 @@ class DeltaRuleRecurrence {
   /// Encodes the tile to global memory, past the caches, and/or back to its stage.
   template <bool kToStage>
   __device__ __forceinline__ void write_tile(const Tile& tile, State* global, State* staged) const {
+    global += first_offset();
+    if constexpr (kToStage) staged += first_offset();
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
 #pragma unroll
@@ -110,9 +126,8 @@ class DeltaRuleRecurrence {
           packed.set(i, tile.s[s][v * kVector + 2 * i], tile.s[s][v * kVector + 2 * i + 1]);
         }
         const uint4 bits = {packed.word[0], packed.word[1], packed.word[2], packed.word[3]};
-        const int offset = row_of(s) * key_dim_ + column(v);
-        __stcs(reinterpret_cast<uint4*>(global + offset), bits);
-        if constexpr (kToStage) *reinterpret_cast<uint4*>(staged + offset) = bits;
+        __stcs(reinterpret_cast<uint4*>(global + offset(s, v)), bits);
+        if constexpr (kToStage) *reinterpret_cast<uint4*>(staged + offset(s, v)) = bits;
       }
     }
   }
@@ -123,10 +138,11 @@ class DeltaRuleRecurrence {
   /// This lane's columns of a vector in shared memory; zero where there are none.
   template <typename T>
   __device__ __forceinline__ void load_vector(const T* from, float (&out)[kColumns]) const {
+    from += first_column_;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       Packed<T, kVector> packed{};
-      if (has_column(v)) packed = load_packed<T, kVector>(from + column(v));
+      if (has_column(v)) packed = load_packed<T, kVector>(from + offset(0, v));
 #pragma unroll
       for (int i = 0; i < kVector; ++i) out[v * kVector + i] = packed[i];
     }
@@ -144,87 +160,190 @@ class DeltaRuleRecurrence {
     return team_sum<kTeamLanes>(sum, lane_);
   }
 
-  /// d = beta (v - S alpha k); S = alpha S + d k. `decay`: alpha of the lane's columns where every
-  /// channel has its own, else one. Returns d of result_row().
-  __device__ __forceinline__ float advance(Tile& tile, const float (&k)[kColumns],
-                                           const float (&decay)[kDecays], float beta,
-                                           float v) const {
-    float d;
-    if constexpr (kChannelDecay) {
-      float decayed[kColumns];
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) decayed[i] = __fmul_rn(decay[i], k[i]);
-      d = __fmul_rn(beta, __fsub_rn(v, multiply(tile, decayed)));
-    } else {
-      d = __fmul_rn(beta, __fmaf_rn(-decay[0], multiply(tile, k), v));
-    }
-    const int first = lane_ - lane_ % kTeamLanes;
+  /// x of the row of slot s, of those that lanes have for result_row().
+  __device__ __forceinline__ float of_slot(float x, int s) const {
+    return __shfl_sync(kAllLanes, x, lane_ - lane_ % kTeamLanes + s * kRowLanes);
+  }
+
+  static __device__ __forceinline__ void scale_tile(Tile& tile, float factor) {
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
-      const float row_d = __shfl_sync(kAllLanes, d, first + s * kRowLanes);
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) tile.s[s][i] = __fmul_rn(tile.s[s][i], factor);
+    }
+  }
+
+  /// With one decay per head (ops/deferred_decay.h): R += u k^T, u = d / c = gain v - beta R k,
+  /// with gain = beta / c. `product`: R k of result_row().
+  __device__ __forceinline__ void add_token(Tile& tile, const float (&k)[kColumns], float product,
+                                            float gain, float beta, float v) const {
+    const float u = __fmaf_rn(-beta, product, __fmul_rn(gain, v));
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+      const float row_u = of_slot(u, s);
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) tile.s[s][i] = __fmaf_rn(row_u, k[i], tile.s[s][i]);
+    }
+  }
+
+  /// With a decay alpha for each of the lane's columns: d = beta (v - S alpha k), S = alpha S + d
+  /// k. Returns d of result_row().
+  __device__ __forceinline__ float advance_channels(Tile& tile, const float (&k)[kColumns],
+                                                    const float (&decay)[kColumns], float beta,
+                                                    float v) const {
+    float decayed[kColumns];
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) decayed[i] = __fmul_rn(decay[i], k[i]);
+    const float d = __fmul_rn(beta, __fsub_rn(v, multiply(tile, decayed)));
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+      const float row_d = of_slot(d, s);
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
-        tile.s[s][i] =
-            __fmaf_rn(tile.s[s][i], decay[kChannelDecay ? i : 0], __fmul_rn(row_d, k[i]));
+        tile.s[s][i] = __fmaf_rn(tile.s[s][i], decay[i], __fmul_rn(row_d, k[i]));
       }
     }
     return d;
   }
 
-  /// Decays of the lane's columns where every channel has its own, else one.
-  __device__ __forceinline__ void load_decays(const float* from, float (&out)[kDecays]) const {
+  /// What a token does where a head has one decay, which `deferred` takes along; a two-byte state
+  /// does not leave it deferred.
+  static __device__ __forceinline__ DeferredAdvance take_decay(DeferredDecay& deferred,
+                                                               const float* decay) {
+    DeferredAdvance by{1.0f, 1.0f, 1.0f};
+    if constexpr (!kChannelDecay) {
+      by.factor = deferred.take(*decay);
+      by.gain = deferred.gain();
+      by.rest = deferred.value();
+      if constexpr (!kDefers) deferred = DeferredDecay();
+    }
+    return by;
+  }
+  /// What products with the tile are to be multiplied by after it.
+  static __device__ __forceinline__ float left_deferred(const DeferredAdvance& by) {
+    return kDefers ? by.rest : 1.0f;
+  }
+
+  /// A token: d = beta (v - S alpha k), S = alpha S + d k. `decays`: alpha of all channels, where
+  /// they have their own, else `by` is of take_decay. Returns d of result_row().
+  __device__ __forceinline__ float advance(Tile& tile, const float (&k)[kColumns],
+                                           const float* decays, const DeferredAdvance& by,
+                                           float beta, float v) const {
     if constexpr (kChannelDecay) {
-      load_vector(from, out);
+      float alpha[kColumns];
+      load_vector(decays, alpha);
+      return advance_channels(tile, k, alpha, beta, v);
     } else {
-      out[0] = *from;
+      // Votes, so that the compiler knows that the warp stays together. Where there are registers
+      // for it a product does not wait for a factor that there hardly ever is.
+      constexpr bool kLate = kSlots < 4;
+      if (!kLate && __any_sync(kAllLanes, by.factor != 1.0f) != 0) scale_tile(tile, by.factor);
+      float product = multiply(tile, k);
+      if (kLate && __any_sync(kAllLanes, by.factor != 1.0f) != 0) {
+        scale_tile(tile, by.factor);
+        product = multiply(tile, k);
+      }
+      add_token(tile, k, product, __fmul_rn(beta, by.gain), beta, v);
+      if constexpr (!kDefers) scale_tile(tile, by.rest);
+      return __fmul_rn(beta, __fmaf_rn(-by.rest, product, v));
     }
   }
 
-  /// Through the records in their order. Exactly: by the recurrence. Else S = alpha S + sum_e d_e
-  /// k_e, alpha of all records together, k_e (or d_e) times the decays of later ones.
+  /// Of a record's entry in `decays`, exactly: whether it is what R is to be multiplied by.
+  static __device__ __forceinline__ bool is_factor(float x) {
+    return static_cast<std::int32_t>(__float_as_uint(x)) < 0;
+  }
+
+  /// Through the records in their order: by the recurrence, or by their deltas.
   template <typename Act>
   __device__ __forceinline__ void fold(const FoldedRecords<Act>& records, Tile& tile) const {
-    const float* k_at = records.keys;
-    const float* decay_at = records.decays;
-    float decay[kDecays];
     if (!records.exact) {
-      load_decays(records.total, decay);
+      add_deltas(records, tile);
+    } else if constexpr (kChannelDecay) {
+      rerun_channels(records, tile);
+    } else {
+      rerun_deferred(records, tile);
+    }
+  }
+
+  /// S = alpha S + sum_e d_e k_e, alpha of all records together, k_e (or d_e) times the decays of
+  /// later ones.
+  template <typename Act>
+  __device__ __forceinline__ void add_deltas(const FoldedRecords<Act>& records, Tile& tile) const {
+    if constexpr (kChannelDecay) {
+      float decay[kColumns];
+      load_vector(records.total, decay);
 #pragma unroll
       for (int s = 0; s < kSlots; ++s) {
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-          tile.s[s][i] = __fmul_rn(tile.s[s][i], decay[kChannelDecay ? i : 0]);
-        }
+        for (int i = 0; i < kColumns; ++i) tile.s[s][i] = __fmul_rn(tile.s[s][i], decay[i]);
       }
-      const Act* d = records.values;
-#pragma unroll kRecordsAtOnce
-      for (int i = 0; i < records.count; ++i) {
-        float k[kColumns];
-        load_vector(k_at, k);
-        const float weight = kChannelDecay ? 1.0f : *decay_at;
-#pragma unroll
-        for (int s = 0; s < kSlots; ++s) {
-          const float row_d = __fmul_rn(weight, widen(d[row_of(s)]));
-#pragma unroll
-          for (int n = 0; n < kColumns; ++n) tile.s[s][n] = __fmaf_rn(row_d, k[n], tile.s[s][n]);
-        }
-        k_at += records.key_pitch;
-        decay_at += records.decay_pitch;
-        d += records.value_pitch;
-      }
-      return;
+    } else {
+      scale_tile(tile, *records.total);
     }
+    const float* k_at = records.keys;
+    const float* decay_at = records.decays;
+    const Act* d = records.values;
+#pragma unroll kRecordsAtOnce
+    for (int i = 0; i < records.count; ++i) {
+      float k[kColumns];
+      load_vector(k_at, k);
+      const float weight = kChannelDecay ? 1.0f : *decay_at;
+#pragma unroll
+      for (int s = 0; s < kSlots; ++s) {
+        const float row_d = __fmul_rn(weight, widen(d[row_of(s)]));
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) tile.s[s][n] = __fmaf_rn(row_d, k[n], tile.s[s][n]);
+      }
+      k_at += records.key_pitch;
+      decay_at += records.decay_pitch;
+      d += records.value_pitch;
+    }
+  }
+
+  template <typename Act>
+  __device__ __forceinline__ void rerun_channels(const FoldedRecords<Act>& records,
+                                                 Tile& tile) const {
+    const float* k_at = records.keys;
+    const float* decay_at = records.decays;
+    const Act* v = records.values + result_row();
+#pragma unroll 1
+    for (int i = 0; i < records.count; ++i) {
+      float k[kColumns], decay[kColumns];
+      load_vector(k_at, k);
+      load_vector(decay_at, decay);
+      advance_channels(tile, k, decay, records.betas[i], widen(*v));
+      k_at += records.key_pitch;
+      decay_at += records.decay_pitch;
+      v += records.value_pitch;
+    }
+  }
+
+  template <typename Act>
+  __device__ __forceinline__ void rerun_deferred(const FoldedRecords<Act>& records,
+                                                 Tile& tile) const {
+    bool mine = false;
+#pragma unroll 1
+    for (int i = lane_; i < records.count; i += kWarpLanes) mine |= is_factor(records.decays[i]);
+    const bool rescales = __any_sync(kAllLanes, mine) != 0;
+    const float* k_at = records.keys;
     const Act* v = records.values + result_row();
 #pragma unroll 1
     for (int i = 0; i < records.count; ++i) {
       float k[kColumns];
       load_vector(k_at, k);
-      load_decays(decay_at, decay);
-      advance(tile, k, decay, records.betas[i], widen(*v));
+      float gain = records.decays[i];
+      const float beta = records.betas[i];
+      if (rescales) {
+        const bool now = is_factor(gain);
+        scale_tile(tile, now ? -gain : 1.0f);
+        gain = now ? beta : gain;
+      }
+      add_token(tile, k, multiply(tile, k), gain, beta, widen(*v));
       k_at += records.key_pitch;
-      decay_at += records.decay_pitch;
       v += records.value_pitch;
     }
+    if constexpr (!kDefers) scale_tile(tile, records.rest);
   }
 
   /// sums = {S x, S y} of rows g = lane / 4 and g + 8 of the staged tile, alike in lanes 4g..4g
@@ -233,13 +352,14 @@ class DeltaRuleRecurrence {
                                                   const float (&y)[kColumns],
                                                   float (&sums)[4]) const {
     static_assert(!kMasked && kTeamLanes == 8 && kPassRows == kDeltaRuleTileRows);
+    staged += first_offset();
     float sx[kSlots], sy[kSlots];
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
       sx[s] = sy[s] = 0.0f;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        const auto packed = load_packed<State, kVector>(staged + row_of(s) * key_dim_ + column(v));
+        const auto packed = load_packed<State, kVector>(staged + offset(s, v));
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
           sx[s] = __fmaf_rn(packed[i], x[v * kVector + i], sx[s]);

@@ -7,6 +7,7 @@
 #include "cuda/step_launch.cuh"
 #include "cuda/vector.cuh"
 #include "cuda/warp.cuh"
+#include "ops/deferred_decay.h"
 #include "ops/delta_rule/cuda/config.h"
 #include "ops/delta_rule/cuda/params.h"
 #include "state/cuda/row_of_step.cuh"
@@ -68,6 +69,12 @@ class DeltaRuleRow : protected RowOfStep {
   __device__ __forceinline__ State* state() const {
     return static_cast<State*>(p.state) + slot * p.state_slot_stride +
            along(head, p.state_head_stride) + along(first_row, p.shape.key_dim);
+  }
+  /// Of the run's rows from `row` on, where the checkpoint defers decays.
+  __device__ __forceinline__ float* deferred_decay(int row) const {
+    return p.deferred + slot * p.deferred_slot_stride +
+           (head * static_cast<int>(p.shape.value_dim) + first_row + row) /
+               static_cast<int>(kDeferredRows);
   }
   __device__ __forceinline__ Act* ring_k(int entry) const {
     return static_cast<Act*>(p.ring_k) + slot * p.ring_k_slot_stride +

@@ -60,9 +60,10 @@ class DeltaRuleWeights : protected DeltaRulePreparation<State, Act, kChannelDeca
       if (own > 0) prepare_scores(records);
     }
   }
-  __device__ __forceinline__ void finish_weights(int records) const {
+  /// `deferred`: what the checkpoint is to be multiplied by.
+  __device__ __forceinline__ void finish_weights(int records, DeferredDecay deferred) const {
     if constexpr (!kChannelDecay) {
-      if (own > 0) prepare_weights(records);
+      if (own > 0) prepare_weights(records, deferred);
     }
   }
 
@@ -281,8 +282,9 @@ class DeltaRuleWeights : protected DeltaRulePreparation<State, Act, kChannelDeca
   }
 
   /// The weights of the warp's head, which has one decay: scores with their scales, times the
-  /// decays between entry and token. The checkpoint's weight takes the scale of k or q along.
-  __device__ __forceinline__ void prepare_weights(int records) const {
+  /// decays between entry and token. The checkpoint's weight takes the scale of k or q along, and
+  /// what is deferred.
+  __device__ __forceinline__ void prepare_weights(int records, DeferredDecay deferred) const {
     const int columns = 2 * own;
     // A lane has a column, then a record, then a pair of own tokens.
     float column = lane < columns ? scale()[lane] : 0.0f;
@@ -301,7 +303,7 @@ class DeltaRuleWeights : protected DeltaRulePreparation<State, Act, kChannelDeca
       }
     }
     // Records that have been folded are in the checkpoint already.
-    if (lane < columns) state_weights()[lane] = column * later;
+    if (lane < columns) state_weights()[lane] = column * later * deferred.value();
 #pragma unroll 1
     for (int item = lane; item < columns * kMaxTokens; item += kWarpLanes) {
       const int c = item / kMaxTokens;

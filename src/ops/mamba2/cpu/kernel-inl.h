@@ -3,7 +3,7 @@
 // once and written at most once whatever the number of tokens.
 //
 // Bit-equality rests on two rules. An element of the state is advanced by fma(u, B, R) with
-// u = gain * x (ops/mamba2/deferred_decay.h), in token order, wherever that happens. A dot product
+// u = gain * x (ops/deferred_decay.h), in token order, wherever that happens. A dot product
 // R . C runs over the columns in order in one vector accumulator and is reduced by the fixed tree
 // of Vec::sum. Blocking therefore never changes a result.
 #pragma once
@@ -12,8 +12,8 @@
 
 #include "cpu/gates.h"
 #include "cpu/simd/vec_math.h"
+#include "ops/deferred_fields.h"
 #include "ops/mamba2/cpu/kernel.h"
-#include "ops/mamba2/deferred_decay.h"
 
 namespace replayssm::cpu {
 
@@ -63,27 +63,6 @@ class Mamba2Kernel {
   }
 
  private:
-  // ---- Deferred decays ----
-
-  /// Of a head.
-  static std::int64_t deferred_count(const Mamba2Task& task) {
-    return deferred_decay_count(DTypeOf<State>::value, task.head_dim);
-  }
-  /// Of the head as task.checkpoint_in has it.
-  static DeferredDecay deferred_in(const Mamba2Task& task, std::int64_t head) {
-    if (!kDefers || task.checkpoint_in == nullptr) return {};
-    return DeferredDecay(task.deferred_in[head * deferred_count(task)]);
-  }
-  /// Of the head as task.checkpoint has it, written before.
-  static DeferredDecay deferred_out(const Mamba2Task& task, std::int64_t head) {
-    return kDefers ? DeferredDecay(task.deferred[head * deferred_count(task)]) : DeferredDecay();
-  }
-  static void store_deferred(const Mamba2Task& task, std::int64_t head,
-                             const DeferredDecay& deferred) {
-    const std::int64_t count = deferred_count(task);
-    for (std::int64_t i = 0; i < count; ++i) task.deferred[head * count + i] = deferred.value();
-  }
-
   /// The live records of a head, ready for outputs.
   struct Records {
     Records(const Mamba2Task& task, std::int64_t head) : count(static_cast<int>(task.live)) {
@@ -224,9 +203,9 @@ class Mamba2Kernel {
   static void fold_heads(const Mamba2Task& task) {
     for (std::int64_t head = task.head_begin; head < task.head_end; ++head) {
       const Records records(task, head);
-      const Fold fold(records, deferred_in(task, head));
+      const Fold fold(records, deferred_in(task, head, task.head_dim));
       fold_some(task, head, fold, 0, task.head_dim);
-      store_deferred(task, head, fold.deferred);
+      store_deferred(task, head, task.head_dim, fold.deferred);
     }
   }
 
@@ -262,15 +241,15 @@ class Mamba2Kernel {
     mamba2_decays<Isa>(task.a[head], dt, count, decay);
     DeferredAdvance advances[kChunk];
     DeferredDecay deferred = zero       ? DeferredDecay()
-                             : in_place ? deferred_out(task, head)
-                                        : deferred_in(task, head);
+                             : in_place ? deferred_out(task, head, task.head_dim)
+                                        : deferred_in(task, head, task.head_dim);
     for (int t = 0; t < count; ++t) {
       advances[t].factor = deferred.take(decay[t]);
       advances[t].gain = deferred.gain(dt[t]);
       advances[t].rest = deferred.value();
       if (!kDefers) deferred = {};
     }
-    store_deferred(task, head, deferred);
+    store_deferred(task, head, task.head_dim, deferred);
     for (std::int64_t p = 0; p < task.head_dim; p += kBlock) {
       State* out = state_out(task, head, p);
       const State* in = zero ? nullptr : in_place ? out : state_in(task, head, p);
@@ -385,9 +364,9 @@ class Mamba2Kernel {
     prepare_window(task, live, window);
     for (std::int64_t head = task.head_begin; head < task.head_end; ++head) {
       const Records records(task, head);
-      const DeferredDecay before = deferred_in(task, head);
+      const DeferredDecay before = deferred_in(task, head, task.head_dim);
       const Fold fold = kFlush ? Fold(records, before) : Fold(records);
-      if (kFlush) store_deferred(task, head, fold.deferred);
+      if (kFlush) store_deferred(task, head, task.head_dim, fold.deferred);
       float dt[kMaxTokens];
       float decay[kMaxTokens];
       for (int t = 0; t < tokens; ++t) dt[t] = time_step(task, head, t);

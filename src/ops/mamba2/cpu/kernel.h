@@ -26,7 +26,7 @@ struct Mamba2Task {
   // definition; otherwise it may equal `checkpoint`.
   const void* checkpoint_in = nullptr;
   void* checkpoint = nullptr;
-  // What belongs to both (ops/mamba2/deferred_decay.h): (heads, head_dim / kDeferredRows); null for
+  // What belongs to both (ops/deferred_decay.h): (heads, head_dim / kDeferredRows); null for
   // two-byte checkpoints.
   const float* deferred_in = nullptr;
   float* deferred = nullptr;

@@ -188,6 +188,7 @@ std::int32_t prefetched_bytes(const Mamba2CudaParams& p, const Mamba2CudaConfig&
                               const CudaDeviceInfo& device) {
   if (mamba2_variant(p) == Mamba2Variant::kGeneral || p.checkpoint != DType::kF32 ||
       p.copy.format != ReadCopyFormat::kNone || config.launch.state_jump != 0 ||
+      config.launch.tiles_per_run <= config.launch.stages || device.compute_capability < 90 ||
       config.blocks < 4 * wave_of(config.blocks_per_multiprocessor, device)) {
     return 0;
   }

@@ -14,7 +14,7 @@
 //
 // Rules that make results repeatable:
 //  * An element of the state is advanced by fma(u, B, R), u = gain * x, in token order, wherever
-//    that happens (ops/mamba2/deferred_decay.h); time steps and decays come from cuda/gates.cuh. So
+//    that happens (ops/deferred_decay.h); time steps and decays come from cuda/gates.cuh. So
 //    a flush is bit-equal to plain decoding, and a row of n tokens to n rows of one.
 //  * Which lane holds what depends on the types and the state size only, never on the launch shape.
 //  * What must not contribute is not loaded, or masked bit by bit: unused places may hold NaN.

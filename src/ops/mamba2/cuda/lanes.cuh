@@ -81,7 +81,7 @@ class Mamba2Lanes {
     }
   }
 
-  /// s = fma(u, b, s): the one place where a state advances (ops/mamba2/deferred_decay.h).
+  /// s = fma(u, b, s): the one place where a state advances (ops/deferred_decay.h).
   static __device__ __forceinline__ void advance(Tile& tile, int s, float u,
                                                  const float (&b)[kColumns]) {
 #pragma unroll

@@ -2,8 +2,8 @@
 
 #include "cuda/operand_checks.h"
 #include "cuda/step_launch.cuh"
+#include "ops/deferred_decay.h"
 #include "ops/mamba2/cuda/kernels.h"
-#include "ops/mamba2/deferred_decay.h"
 
 namespace replayssm::cuda {
 namespace {

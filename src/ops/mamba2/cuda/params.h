@@ -34,7 +34,7 @@ struct Mamba2CudaParams {
   void* ring_x = nullptr;    // (slots, heads, places, head_dim) activation type
   void* ring_b = nullptr;    // (slots, groups, places, state_size) activation type
   float* ring_dt = nullptr;  // (slots, heads, places)
-  // The decays deferred in an f32 checkpoint (ops/mamba2/deferred_decay.h): (slots, heads, head_dim
+  // The decays deferred in an f32 checkpoint (ops/deferred_decay.h): (slots, heads, head_dim
   // / kDeferredRows). Null beside two-byte checkpoints.
   float* deferred = nullptr;
   ReadCopyParams copy;  // of rows of state_size, 16 rows of head_dim to a tile

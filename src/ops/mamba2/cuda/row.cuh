@@ -7,9 +7,9 @@
 #include "cuda/step_launch.cuh"
 #include "cuda/vector.cuh"
 #include "cuda/warp.cuh"
+#include "ops/deferred_decay.h"
 #include "ops/mamba2/cuda/config.h"
 #include "ops/mamba2/cuda/params.h"
-#include "ops/mamba2/deferred_decay.h"
 #include "state/cuda/row_of_step.cuh"
 
 namespace replayssm::cuda {

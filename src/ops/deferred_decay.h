@@ -1,12 +1,15 @@
-// How a Mamba-2 state advances in fp32, on every backend: decays are deferred.
+// How the states of heads with one decay (Mamba-2, Gated DeltaNet) advance in fp32, on every
+// backend: decays are deferred.
 //
-//   c_i = a_i c_{i-1},   R_i = R_{i-1} + (dt_i / c_i) x_i B_i^T,   S_i = c_i R_i
+//   c_i = a_i c_{i-1},   R_i = R_{i-1} + (g_i / c_i) u_i w_i^T,   S_i = c_i R_i
 //
-// is S_i = a_i S_{i-1} + dt_i x_i B_i^T with one fused multiply-add per element instead of a
-// product and a fused multiply-add. c is one number per head. An fp32 checkpoint stores R and c, so
-// that a fold of n records and n steps of plain decoding, which store R and c after every token, do
-// the same operations. R is up to 2^32 times S: states beyond 2^96 are infinite. Two-byte
-// checkpoints store S: they begin with c = 1 and multiply it in before they round.
+// is S_i = a_i S_{i-1} + g_i u_i w_i^T with one fused multiply-add per element instead of a product
+// and a fused multiply-add; for Mamba-2 g u w^T is dt x B^T, for Gated DeltaNet d k^T (g is 1). c
+// is one number per head. An fp32 checkpoint stores R and c, so that a fold of n records and n
+// steps of plain decoding, which store R and c after every token, do the same operations. R is up
+// to 2^32 times S: states beyond 2^96 are infinite. Two-byte checkpoints store S: they begin with c
+// = 1 and multiply it in before they round. Kimi Delta Attention, where every channel has a decay
+// of its own, stores S.
 #pragma once
 
 #include <cmath>
@@ -35,7 +38,7 @@ RSSM_ALWAYS_INLINE RSSM_HOST_DEVICE float branchless_reciprocal(float c) {
   return r;
 }
 
-/// What a token does to a head's rows: R = factor R + gain x B^T, S = rest R.
+/// What a token does to a head's rows: R = factor R + gain u w^T, S = rest R.
 struct DeferredAdvance {
   float factor, gain, rest;
 };
@@ -59,14 +62,16 @@ class DeferredDecay {
     return keeps ? 1.0f : c;
   }
 
-  /// dt / c: what x B^T of the token just taken along is added with.
-  RSSM_ALWAYS_INLINE RSSM_HOST_DEVICE float gain(float dt) const {
+  /// 1 / c: what the token just taken along is added with, beside a gain of its own.
+  RSSM_ALWAYS_INLINE RSSM_HOST_DEVICE float gain() const {
 #if defined(__CUDA_ARCH__)
-    return dt * branchless_reciprocal(c_);
+    return branchless_reciprocal(c_);
 #else
-    return dt * (1.0f / c_);
+    return 1.0f / c_;
 #endif
   }
+  /// g / c.
+  RSSM_ALWAYS_INLINE RSSM_HOST_DEVICE float gain(float g) const { return g * gain(); }
 
  private:
   float c_ = 1.0f;
@@ -79,10 +84,10 @@ inline constexpr std::int64_t kDeferredRows = 8;
 RSSM_ALWAYS_INLINE constexpr bool defers_decay(DType checkpoint) {
   return checkpoint == DType::kF32;
 }
-/// How many c a checkpoint stores for a head.
+/// How many c a checkpoint stores for a head of so many rows.
 RSSM_ALWAYS_INLINE constexpr std::int64_t deferred_decay_count(DType checkpoint,
-                                                               std::int64_t head_dim) {
-  return defers_decay(checkpoint) ? head_dim / kDeferredRows : 0;
+                                                               std::int64_t rows) {
+  return defers_decay(checkpoint) ? rows / kDeferredRows : 0;
 }
 
 }  // namespace replayssm
