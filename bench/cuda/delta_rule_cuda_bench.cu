@@ -36,7 +36,6 @@ class DeltaRuleFamily {
   using Params = DeltaRuleCudaParams;
   using Tuning = DeltaRuleTuning;
   static constexpr const char* kTitle = kChannelDecay ? "Kimi Delta Attention" : "Gated DeltaNet";
-  static constexpr bool kSpreadFlushes = true;
 
   void create(cudaStream_t stream) {
     require(cudaMalloc(&a_log_, 4096 * 4), "cudaMalloc");
@@ -114,6 +113,9 @@ class DeltaRuleFamily {
     p.gate = take(gates(c.geometry));
     p.beta = take(c.geometry.shape.value_heads);
     return p.o = take(outputs(c.geometry));
+  }
+  static FlushPlaces flush_places(const Params& p, const CudaDeviceInfo& device) {
+    return delta_rule_flush_places(p, device);
   }
   static auto choose(const Params& p, const CudaDeviceInfo& device, const Tuning& tuning) {
     return choose_delta_rule_config(p, device, tuning);

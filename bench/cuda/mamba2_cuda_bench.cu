@@ -29,7 +29,6 @@ class Mamba2Family {
   using Params = Mamba2CudaParams;
   using Tuning = Mamba2Tuning;
   static constexpr const char* kTitle = "Mamba-2";
-  static constexpr bool kSpreadFlushes = false;
 
   void create(cudaStream_t stream) {
     require(cudaMalloc(&a_, 4096 * 4), "cudaMalloc");
@@ -96,6 +95,9 @@ class Mamba2Family {
     p.c = take(g.b());
     p.dt = take(g.heads);
     return p.y = take(g.x());
+  }
+  static FlushPlaces flush_places(const Params&, const CudaDeviceInfo&) {
+    return FlushPlaces::kFirst;
   }
   static auto choose(const Params& p, const CudaDeviceInfo& device, const Tuning& tuning) {
     return choose_mamba2_config(p, device, tuning);

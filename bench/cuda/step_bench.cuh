@@ -308,7 +308,8 @@ class Runner {
     p.plain = c.mode == Mode::kPlain;
 
     Outcome out;
-    const std::vector<PlannedRow*> planned = plan(c, slots, copies, out);
+    const std::vector<PlannedRow*> planned =
+        plan(c, slots, copies, Family::flush_places(p, device_), out);
     p.rows = planned[0];
     const auto config = Family::choose(p, device_, tuning);
     if (!config.ok()) return out;  // the sweep asks for what does not fit
@@ -371,7 +372,7 @@ class Runner {
   /// A step plans its rows once for all its layers; that is not timed. One long run's phases are
   /// dealt out to the slots in random order.
   std::vector<PlannedRow*> plan(const Case& c, std::int64_t slots, std::int64_t copies,
-                                Outcome& out) {
+                                FlushPlaces flush_places, Outcome& out) {
     const ReplayLimits limits = c.limits();
     std::vector<Cursor> cursors(sized(slots));
     Cursor cursor{.checkpoint_position = 1000, .position = 1000};
@@ -427,7 +428,7 @@ class Runner {
                               .limits = limits,
                               .error = error_,
                               .planned = planned.back(),
-                              .spread_flushes = Family::kSpreadFlushes},
+                              .flushes = flush_places},
                              stream_));
     }
     return planned;

@@ -3,13 +3,16 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "ops/mamba2_cases.h"
+#include "state/cuda/step.h"
 #include "support/cuda_runner.h"
 #include "support/mamba2_harness.h"
 #include "support/pool_access.h"
@@ -468,6 +471,67 @@ TEST_F(CudaDeviceRows, TheHostKnowsWhatItDoesNotKnow) {
   EXPECT_EQ(m.pool.cursor(kCuda, 0).value(), (Cursor{5, 7, false}));
   ASSERT_TRUE(is_ok(m.stepper.enqueue()));
   EXPECT_EQ(m.pool.take_device_error(kCuda).value().what, DeviceError::kNone);
+}
+
+class PlansOfSteps : public OnCuda {};
+
+// Every row has one place, and rows that flush are where they were asked for: first, or among the
+// first of them with as many others between one and the next, give or take one.
+TEST_F(PlansOfSteps, HaveEveryRowOnceAndFlushesWhereTheyAreAskedFor) {
+  using cuda::FlushPlaces;
+  using cuda::PlannedRow;
+  constexpr ReplayLimits kLimits{.window = 4, .draft_capacity = 1};
+  for (const int count : {1, 2, 3, 7, 64, 1000, 1500}) {
+    for (const int every : {1, 2, 3, 16, 2000}) {
+      std::vector<DeviceRow> rows(static_cast<std::size_t>(count));
+      std::vector<Cursor> cursors(rows.size());
+      int flushes = 0;
+      for (int i = 0; i < count; ++i) {
+        const bool is_full = i % every == 0;
+        flushes += is_full ? 1 : 0;
+        rows[static_cast<std::size_t>(i)] = {
+            .token_begin = i, .token_count = 1, .slot = i, .kind = RowKind::kTentative};
+        cursors[static_cast<std::size_t>(i)] = {8, is_full ? 12 : 10, false};
+      }
+      DeviceBytes device_rows(rows.size() * sizeof(DeviceRow));
+      DeviceBytes device_cursors(cursors.size() * sizeof(Cursor));
+      DeviceBytes planned(rows.size() * sizeof(PlannedRow));
+      device_rows.upload(rows.data(), device_rows.size());
+      device_cursors.upload(cursors.data(), device_cursors.size());
+      for (const auto& [places, quarters] :
+           {std::pair{FlushPlaces::kFirst, 0}, std::pair{FlushPlaces::kFirstHalf, 2},
+            std::pair{FlushPlaces::kFirstThreeQuarters, 3}}) {
+        planned.fill(0xff);
+        ASSERT_TRUE(is_ok(cuda::cuda_plan_step({.rows = device_rows.as<DeviceRow>(),
+                                                .row_count = count,
+                                                .token_count = count,
+                                                .cursors = device_cursors.as<Cursor>(),
+                                                .slots = count,
+                                                .limits = kLimits,
+                                                .planned = planned.as<PlannedRow>(),
+                                                .flushes = places},
+                                               nullptr)));
+        const std::vector<unsigned char> bytes = planned.download();
+        const int span = std::max(flushes, (count * quarters + 3) / 4);
+        std::vector<int> seen(rows.size());
+        int before = 0;
+        for (int i = 0; i < count; ++i) {
+          PlannedRow row;
+          std::memcpy(&row, bytes.data() + static_cast<std::size_t>(i) * sizeof row, sizeof row);
+          ASSERT_GE(row.slot, 0) << "place " << i << " of " << count << ", one in " << every;
+          ASSERT_LT(row.slot, count);
+          ++seen[static_cast<std::size_t>(row.slot)];
+          ASSERT_EQ(row.kind == PlannedRow::kFlush, row.slot % every == 0);
+          if (row.kind != PlannedRow::kFlush) continue;
+          ASSERT_LT(i, span);
+          ASSERT_NEAR(i, static_cast<double>(before) * span / flushes, 1.0);
+          ++before;
+        }
+        EXPECT_EQ(before, flushes);
+        EXPECT_EQ(std::count(seen.begin(), seen.end(), 1), count);
+      }
+    }
+  }
 }
 
 }  // namespace

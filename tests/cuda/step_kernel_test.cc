@@ -167,6 +167,31 @@ TEST(StepKernel, StepsOfManyRowsPrefetchHalfOfAStatesTile) {
   EXPECT_EQ(delta_rule(512, false, 1, DType::kBF16), 0);
 }
 
+TEST(StepKernel, LongStepsOfSingleTokensSpreadTheirFlushesWidely) {
+  const auto places = [](std::int64_t rows, int drafts, DType checkpoint,
+                         ReadCopyFormat copy = ReadCopyFormat::kNone) {
+    DeltaRuleCudaParams p = delta_rule_params(rows, false, drafts);
+    p.checkpoint = checkpoint;
+    p.copy.format = copy;
+    return delta_rule_flush_places(p, device_of(90));
+  };
+  using enum FlushPlaces;
+  EXPECT_EQ(places(256, 1, DType::kF32), kFirstThreeQuarters);
+  EXPECT_EQ(places(128, 1, DType::kF32), kFirstHalf);
+  EXPECT_EQ(places(512, 4, DType::kF32), kFirstHalf);
+  EXPECT_EQ(places(512, 1, DType::kBF16), kFirstHalf);
+  EXPECT_EQ(places(512, 1, DType::kF32, ReadCopyFormat::kNvfp4), kFirstHalf);
+  // One plan serves all layers.
+  StatePoolOptions options;
+  options.activation = DType::kBF16;
+  options.limits = {.window = 16, .draft_capacity = 1};
+  LayerKernels mamba2(LayerSpec{Mamba2Shape{64, 64, 128, 8}, {}}, options);
+  mamba2.set_rows(nullptr, 512);
+  EXPECT_EQ(mamba2.flush_places(device_of(90)), kFirst);
+  EXPECT_LT(kFirst, kFirstHalf);
+  EXPECT_LT(kFirstHalf, kFirstThreeQuarters);
+}
+
 // Strides are multiplied in 32 bits, to 64; those of slots are not.
 template <typename Params>
 struct NamedStride {

@@ -324,8 +324,18 @@ class CudaPool final : public DevicePool {
                            .limits = table_.limits,
                            .error = table_.error,
                            .planned = to,
-                           .spread_flushes = spread_flushes_},
+                           .flushes = flush_places(row_count)},
                           stream);
+  }
+
+  /// One plan serves all layers: what the most demanding of them wants.
+  FlushPlaces flush_places(std::int64_t row_count) const {
+    FlushPlaces places = FlushPlaces::kFirstThreeQuarters;
+    for (LayerKernels kernels : geometries_) {
+      kernels.set_rows(nullptr, row_count);
+      places = std::min(places, kernels.flush_places(info_));
+    }
+    return places;
   }
 
   std::byte* page(int layer, std::int64_t slot) const {
@@ -358,8 +368,8 @@ class CudaPool final : public DevicePool {
   PlannedRow* fold_plan_ = nullptr;  // one of them, planned
   std::vector<float*> a_;            // by layer: (heads), or null: not a Mamba-2 layer
   std::int64_t row_count_ = 0;
-  bool plain_ = false;           // whether the step's rows are known to be plain decoding
-  bool spread_flushes_ = false;  // in plans
+  bool plain_ = false;                    // whether the step's rows are known to be plain decoding
+  std::vector<LayerKernels> geometries_;  // of layers that differ
 };
 
 Status CudaPool::check_layer(int layer) const {
@@ -420,9 +430,11 @@ Status CudaPool::initialize() {
   table_.limits = options_.limits;
   table_.rewindable = options_.rewindable;
   table_.fields = fields_;
-  spread_flushes_ = std::none_of(
-      options_.layers.begin(), options_.layers.end(),
-      [](const LayerSpec& layer) { return std::holds_alternative<Mamba2Shape>(layer.recurrence); });
+  for (auto layer = options_.layers.begin(); layer != options_.layers.end(); ++layer) {
+    if (std::find(options_.layers.begin(), layer, *layer) == layer) {
+      geometries_.emplace_back(*layer, options_);
+    }
+  }
 
   const std::vector<DeviceField> fields = device_fields();
   table_.field_count = static_cast<std::int32_t>(fields.size());

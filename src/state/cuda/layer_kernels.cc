@@ -140,6 +140,11 @@ void LayerKernels::set_mamba2_a(const float* a) {
   if (auto* p = std::get_if<Mamba2CudaParams>(&params_)) p->a = a;
 }
 
+FlushPlaces LayerKernels::flush_places(const CudaDeviceInfo& device) const {
+  const auto* p = std::get_if<DeltaRuleCudaParams>(&params_);
+  return p == nullptr ? FlushPlaces::kFirst : delta_rule_flush_places(*p, device);
+}
+
 Status LayerKernels::check(const CudaDeviceInfo& device) const {
   return std::visit(
       [&](auto p) -> Status {

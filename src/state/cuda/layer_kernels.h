@@ -37,6 +37,10 @@ class LayerKernels {
     return std::get<Params>(params_);
   }
 
+  /// Where the layer wants the flushes of the rows that are set. Mamba-2 gives them runs of their
+  /// own length, and has them first.
+  FlushPlaces flush_places(const CudaDeviceInfo& device) const;
+
   Status check(const CudaDeviceInfo& device) const;
   Status run(const CudaDeviceInfo& device, cudaStream_t stream) const;
   /// The launch for the rows that are set.

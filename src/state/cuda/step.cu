@@ -29,13 +29,15 @@ __device__ PlannedRow plan_row(const PlanParams& p, const DeviceRow& row) {
   return out;
 }
 
-/// Where rows go that flush evenly among the first half: places of row i of those, and j of others.
+/// Where rows go that flush evenly among the first of them: places of row i of those, and j of
+/// others.
 struct SpreadOrder {
   std::int64_t flushes;
   std::int64_t span;  // of places among which they are
 
-  __device__ SpreadOrder(std::int64_t flushing, std::int64_t rows)
-      : flushes(flushing), span(max(flushing, (rows + 1) / 2)) {}
+  __device__ SpreadOrder(std::int64_t flushing, std::int64_t rows, FlushPlaces among)
+      : flushes(flushing),
+        span(max(flushing, (rows * (among == FlushPlaces::kFirstHalf ? 2 : 3) + 3) / 4)) {}
   __device__ std::int64_t of_flush(std::int64_t i) const { return i * span / flushes; }
   /// The flushes before it are those with of_flush(i) - i <= j.
   __device__ std::int64_t of_other(std::int64_t j) const {
@@ -64,22 +66,23 @@ __global__ void plan_kernel(const __grid_constant__ PlanParams p) {
       visit(plan_row(p, checked_row(check, row)));
     }
   };
-  if (p.spread_flushes) {
+  const bool spreads = p.flushes != FlushPlaces::kFirst;
+  if (spreads) {
     for_rows([&](const PlannedRow& planned) {
       if (planned.kind == PlannedRow::kFlush) atomicAdd(&flushes, 1);
     });
     __syncthreads();
   }
   check.error = p.error;  // reported once
-  const SpreadOrder spread(flushes, p.row_count);
+  const SpreadOrder spread(flushes, p.row_count, p.flushes);
   for_rows([&](const PlannedRow& planned) {
     std::int64_t to;
     if (planned.kind == PlannedRow::kFlush) {
       const std::int64_t i = atomicAdd(&next_flush, 1);
-      to = p.spread_flushes ? spread.of_flush(i) : i;
+      to = spreads ? spread.of_flush(i) : i;
     } else {
       const std::int64_t j = atomicAdd(&next_other, 1);
-      to = p.spread_flushes ? spread.of_other(j) : p.row_count - 1 - j;
+      to = spreads ? spread.of_other(j) : p.row_count - 1 - j;
     }
     p.planned[to] = planned;
   });

@@ -29,6 +29,10 @@ struct alignas(16) PlannedRow {
 };
 static_assert(sizeof(PlannedRow) == 32);
 
+/// Where a step's plan has its rows that flush: before the others, or evenly among those of its
+/// first part. The last part is without, so that no flush ends last.
+enum class FlushPlaces : std::uint8_t { kFirst, kFirstHalf, kFirstThreeQuarters };
+
 struct PlanParams {
   const DeviceRow* rows = nullptr;  // (rows)
   std::int64_t row_count = 0;
@@ -38,10 +42,7 @@ struct PlanParams {
   ReplayLimits limits;
   DeviceError* error = nullptr;   // sticky, may be null
   PlannedRow* planned = nullptr;  // (rows)
-  /// Rows that flush are spread over the first half, for kernels of the delta rule: a flush is
-  /// arithmetic and a replay waits for memory, so they run side by side. Else they come first:
-  /// Mamba-2 gives them runs of their own length.
-  bool spread_flushes = false;
+  FlushPlaces flushes = FlushPlaces::kFirst;
 };
 
 /// Checks a step's rows, resolves their cursors, and puts those that flush before or among the

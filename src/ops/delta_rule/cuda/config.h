@@ -16,6 +16,7 @@
 #include "ops/delta_rule/cuda/params.h"
 #include "replayssm/dtype.h"
 #include "replayssm/status.h"
+#include "state/cuda/step.h"
 
 namespace replayssm::cuda {
 
@@ -156,6 +157,11 @@ struct DeltaRuleCudaConfig {
   /// "8 warps x 4 tiles, 4096 blocks, 98432 B shared, 2 per SM: <reason>".
   std::string to_string() const;
 };
+
+/// Where a step of the parameters' rows has its flushes. They are arithmetic and replays wait for
+/// memory, so they run side by side.
+FlushPlaces delta_rule_flush_places(const DeltaRuleCudaParams& params,
+                                    const CudaDeviceInfo& device);
 
 /// Picks warps and runs that fit the device, or says why nothing does.
 Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& params,
