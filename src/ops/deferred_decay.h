@@ -73,6 +73,15 @@ class DeferredDecay {
   /// g / c.
   RSSM_ALWAYS_INLINE RSSM_HOST_DEVICE float gain(float g) const { return g * gain(); }
 
+  /// Takes a token's decay along; its gain is 1 / c.
+  RSSM_ALWAYS_INLINE RSSM_HOST_DEVICE DeferredAdvance advance(float decay) {
+    DeferredAdvance by;
+    by.factor = take(decay);
+    by.gain = gain();
+    by.rest = value();
+    return by;
+  }
+
  private:
   float c_ = 1.0f;
 };

@@ -10,6 +10,7 @@
 #include "support/delta_rule_harness.h"
 #include "support/flush_stream.h"
 #include "support/pool_access.h"
+#include "support/step_properties.h"
 
 namespace replayssm::testing {
 namespace {
@@ -74,31 +75,8 @@ TEST_P(DeltaFlush, C04_CheckpointIsThePlainRecurrence) {
   expect_flushes_are_plain(DeltaModel(GetParam()));
 }
 
-// A flush by hand and a committed row with live records leave the same, in a batch of both and with
-// 2 threads, and so does a row per token.
 TEST_P(DeltaFlush, CommittedRowFoldsLiveRecordsFirst) {
-  const DeltaCase& c = GetParam();
-  const DeltaModel model(c);
-  for (const CpuContext& context : Contexts({2})) {
-    StatePool pool = model.make_pool(3);
-    DeltaRunner runner(model, pool, context);
-    for (std::int32_t slot = 0; slot < 3; ++slot) {
-      ASSERT_TRUE(is_ok(pool.reset(slot)));
-      runner.step({committed(slot, names(1, 0, 5))});
-      runner.step({tentative(slot, names(1, 5, 1), 1)});
-    }
-    ASSERT_TRUE(is_ok(pool.force_flush(0)));
-    runner.step({tentative(0, names(9, 0, 1), 0), committed(1, names(1, 6, 10))});
-    for (int i = 0; i < 10; ++i) {
-      runner.step({committed(2, names(1, 6 + i, 1)), committed(0, names(1, 6 + i, 1))});
-    }
-    for (int layer = 0; layer < c.layers; ++layer) {
-      for (const std::int32_t slot : {0, 2}) {
-        EXPECT_TRUE(
-            same_bytes(checkpoint_bytes(pool, layer, slot), checkpoint_bytes(pool, layer, 1)));
-      }
-    }
-  }
+  expect_committed_row_folds_live_records_first(DeltaModel(GetParam()));
 }
 
 // What is deferred leaves [2^-32, 2^32] within windows: plain decoding's state and that of replay

@@ -9,6 +9,7 @@
 #include "support/mamba2_harness.h"
 #include "support/plain_shadow.h"
 #include "support/pool_access.h"
+#include "support/step_properties.h"
 
 namespace replayssm::testing {
 namespace {
@@ -66,30 +67,8 @@ TEST_P(Mamba2Flush, CheckpointIsThePlainRecurrence) {
   expect_flushes_are_plain(Mamba2Model(GetParam()));
 }
 
-// A flush and a committed row with live records in a batch of both, with 2 threads.
 TEST_P(Mamba2Flush, CommittedRowFoldsLiveRecordsFirst) {
-  const Mamba2Case& c = GetParam();
-  const Mamba2Model model(c);
-  for (const CpuContext& context : Contexts({2})) {
-    StatePool pool = model.make_pool(3);
-    Mamba2Runner runner(model, pool, context);
-    for (std::int32_t slot = 0; slot < 3; ++slot) {
-      ASSERT_TRUE(is_ok(pool.reset(slot)));
-      runner.step({committed(slot, names(1, 0, 5))});
-      runner.step({tentative(slot, names(1, 5, 1), 1)});
-    }
-    // Slot 0 is flushed by hand, then decodes; slot 1 does both in one row; slot 2 token by token.
-    ASSERT_TRUE(is_ok(pool.force_flush(0)));
-    runner.step({tentative(0, names(9, 0, 1), 0), committed(1, names(1, 6, 4))});
-    EXPECT_EQ(pool.cursor(0).value(), (Cursor{6, 6, false}));
-    for (int i = 0; i < 4; ++i) {
-      runner.step({committed(2, names(1, 6 + i, 1)), committed(0, names(1, 6 + i, 1))});
-    }
-    for (int layer = 0; layer < c.layers; ++layer) {
-      EXPECT_TRUE(same_bytes(checkpoint_bytes(pool, layer, 0), checkpoint_bytes(pool, layer, 1)));
-      EXPECT_TRUE(same_bytes(checkpoint_bytes(pool, layer, 2), checkpoint_bytes(pool, layer, 1)));
-    }
-  }
+  expect_committed_row_folds_live_records_first(Mamba2Model(GetParam()));
 }
 
 TEST(Mamba2ForceFlush, HappensOnceAndOnlyWithLiveRecords) {

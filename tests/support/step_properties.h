@@ -406,4 +406,33 @@ void expect_placeholders_are_not_committed(const Model& model) {
   }
 }
 
+/// A flush by hand and a committed row with live records leave the same, in a batch of both and
+/// with 2 threads, and so does a row per token.
+template <typename Model>
+void expect_committed_row_folds_live_records_first(const Model& model) {
+  constexpr std::int64_t kTokens = 10;
+  for (const CpuContext& context : Contexts({2})) {
+    StatePool pool = model.make_pool(3);
+    typename Model::Runner runner(model, pool, context);
+    for (std::int32_t slot = 0; slot < 3; ++slot) {
+      ASSERT_TRUE(is_ok(pool.reset(slot)));
+      runner.step({committed(slot, names(1, 0, 5))});
+      runner.step({tentative(slot, names(1, 5, 1), 1)});
+    }
+    // Slot 0 is flushed by hand, then decodes; slot 1 does both in one row; slot 2 token by token.
+    ASSERT_TRUE(is_ok(pool.force_flush(0)));
+    runner.step({tentative(0, names(9, 0, 1), 0), committed(1, names(1, 6, kTokens))});
+    EXPECT_EQ(pool.cursor(0).value(), (Cursor{6, 6, false}));
+    for (std::int64_t i = 0; i < kTokens; ++i) {
+      runner.step({committed(2, names(1, 6 + i, 1)), committed(0, names(1, 6 + i, 1))});
+    }
+    for (int layer = 0; layer < model.test_case().layers; ++layer) {
+      for (const std::int32_t slot : {0, 2}) {
+        EXPECT_TRUE(
+            same_bytes(checkpoint_bytes(pool, layer, slot), checkpoint_bytes(pool, layer, 1)));
+      }
+    }
+  }
+}
+
 }  // namespace replayssm::testing

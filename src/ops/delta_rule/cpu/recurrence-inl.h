@@ -27,9 +27,7 @@ template <bool kEachStored>
 RSSM_ALWAYS_INLINE void defer_decays(const float* const* decay, int count, DeferredDecay& deferred,
                                      DeferredAdvance* advances) {
   for (int t = 0; t < count; ++t) {
-    advances[t].factor = deferred.take(decay[t][0]);
-    advances[t].gain = deferred.gain();
-    advances[t].rest = deferred.value();
+    advances[t] = deferred.advance(decay[t][0]);
     if (kEachStored) deferred = {};
   }
 }

@@ -212,9 +212,7 @@ class DeltaRuleRecurrence {
                                                                const float* decay) {
     DeferredAdvance by{1.0f, 1.0f, 1.0f};
     if constexpr (!kChannelDecay) {
-      by.factor = deferred.take(*decay);
-      by.gain = deferred.gain();
-      by.rest = deferred.value();
+      by = deferred.advance(*decay);
       if constexpr (!kDefers) deferred = DeferredDecay();
     }
     return by;

@@ -244,9 +244,8 @@ class Mamba2Kernel {
                              : in_place ? deferred_out(task, head, task.head_dim)
                                         : deferred_in(task, head, task.head_dim);
     for (int t = 0; t < count; ++t) {
-      advances[t].factor = deferred.take(decay[t]);
-      advances[t].gain = deferred.gain(dt[t]);
-      advances[t].rest = deferred.value();
+      advances[t] = deferred.advance(decay[t]);
+      advances[t].gain *= dt[t];
       if (!kDefers) deferred = {};
     }
     store_deferred(task, head, task.head_dim, deferred);
