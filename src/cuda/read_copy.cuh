@@ -1,4 +1,5 @@
-// Read copies on the device: a warp loads, multiplies or encodes a tile of 16 rows.
+// Read copies on the device: a warp loads or multiplies a tile of 16 rows (encode_copy.cuh makes
+// one).
 //
 // All formats are decoded to pairs of bf16, exactly (nvfp4: code times block scale), and multiplied
 // on the tensor cores; scales in fp32 are applied to the sums. Lane (g, q) = (lane / 4, lane % 4)
@@ -14,7 +15,6 @@
 #include "cuda/read_copy.h"
 #include "cuda/vector.cuh"
 #include "cuda/warp.cuh"
-#include "state/read_copy_codec.h"
 
 namespace replayssm::cuda {
 
@@ -146,83 +146,6 @@ class ReadCopyTiles {
     sums[1] = fmaf(raw[0][1] + raw[1][1], scale_low, sums[1]);
     sums[2] = fmaf(raw[0][2] + raw[1][2], scale_high, sums[2]);
     sums[3] = fmaf(raw[0][3] + raw[1][3], scale_high, sums[3]);
-  }
-
-  /// Encodes the staged state (16 rows of `width` elements, contiguous) as the codec says, to
-  /// memory and over the state in its stage. kWidth: columns the code allows for.
-  template <int kWidth, typename State>
-  static __device__ __forceinline__ void encode(const State* state, int width, const CopyTile& to,
-                                                const CopyTile& staged, int lane) {
-    namespace rc = read_copy;
-    // Two lanes to a row, each with every other block.
-    constexpr int kMine = (kWidth / kBlock + 1) / 2;
-    constexpr int kWords = kNvfp4 ? 2 : 4;
-    const int row = lane / 2;
-    const auto block_of = [&](int j) { return 2 * j + lane % 2; };
-    const auto has = [&](int j) { return block_of(j) * kBlock < width; };
-    std::uint32_t amax[kMine];
-    std::uint32_t all = 0;
-#pragma unroll
-    for (int j = 0; j < kMine; ++j) {
-      amax[j] = 0;
-      if (has(j)) {
-        const auto x = load_packed<State, kBlock>(state + row * width + block_of(j) * kBlock);
-#pragma unroll
-        for (int i = 0; i < kBlock; ++i) amax[j] = max(amax[j], rc::magnitude_bits(x[i]));
-      }
-      all = max(all, amax[j]);
-    }
-    // Of a row, or of the tile.
-#pragma unroll
-    for (int mask = 1; mask < (kNvfp4 ? kWarpLanes : 2); mask *= 2) {
-      all = max(all, __shfl_xor_sync(kAllLanes, all, mask));
-    }
-    const float scale = kNvfp4                                ? rc::nvfp4_scale(all)
-                        : kFormat == ReadCopyFormat::kFp8E4M3 ? rc::fp8_scale(all)
-                                                              : rc::int8_scale(all);
-    std::uint32_t codes[kMine][kWords];
-    std::uint8_t block_scale[kMine];
-#pragma unroll
-    for (int j = 0; j < kMine; ++j) {
-      block_scale[j] = 0;
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) codes[j][w] = 0;
-      if (!has(j)) continue;
-      if (kNvfp4) block_scale[j] = rc::nvfp4_block_scale(amax[j], scale);
-      const float inverse =
-          rc::inverse_unit(kNvfp4 ? rc::nvfp4_unit(block_scale[j], scale) : scale);
-      const auto x = load_packed<State, kBlock>(state + row * width + block_of(j) * kBlock);
-#pragma unroll
-      for (int i = 0; i < kBlock; ++i) {
-        const float value = __fmul_rn(x[i], inverse);
-        if constexpr (kNvfp4) {
-          codes[j][i / 8] |= static_cast<std::uint32_t>(rc::encode_e2m1(value)) << (4 * (i % 8));
-        } else {
-          const auto code = kFormat == ReadCopyFormat::kFp8E4M3
-                                ? rc::encode_e4m3(value)
-                                : static_cast<std::uint8_t>(rc::encode_int8(value));
-          codes[j][i / 4] |= static_cast<std::uint32_t>(code) << (8 * (i % 4));
-        }
-      }
-    }
-    __syncwarp();
-    const auto write = [&](const CopyTile& tile) {
-#pragma unroll
-      for (int j = 0; j < kMine; ++j) {
-        if (!has(j)) continue;
-        std::uint8_t* at = tile.codes + row * code_row_bytes(width) + block_of(j) * 4 * kWords;
-        if constexpr (kNvfp4) {
-          *reinterpret_cast<uint2*>(at) = {codes[j][0], codes[j][1]};
-          tile.block_scales[row * (width / kBlock) + block_of(j)] = block_scale[j];
-        } else {
-          *reinterpret_cast<uint4*>(at) = {codes[j][0], codes[j][1], codes[j][2], codes[j][3]};
-        }
-      }
-      if (kNvfp4 ? lane == 0 : lane % 2 == 0) tile.scales[kNvfp4 ? 0 : row] = scale;
-    };
-    write(to);
-    write(staged);
-    __syncwarp();
   }
 
  private:

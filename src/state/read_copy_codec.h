@@ -140,9 +140,12 @@ RSSM_HOST_DEVICE inline float nvfp4_scale(std::uint32_t amax) {
   return linear_scale(amax, 6.0f * 448.0f);
 }
 
-/// The E4M3 scale of a block under its tile's scale.
+/// What the E4M3 scale of a block under its tile's scale is nearest to.
+RSSM_HOST_DEVICE inline float nvfp4_block_ratio(float block_amax, float scale) {
+  return block_amax * (1.0f / (6.0f * scale));
+}
 RSSM_HOST_DEVICE inline std::uint8_t nvfp4_block_scale(std::uint32_t block_amax, float scale) {
-  return encode_e4m3(float_of(block_amax) * (1.0f / (6.0f * scale)));
+  return encode_e4m3(nvfp4_block_ratio(float_of(block_amax), scale));
 }
 
 /// What a code of 1 stands for in a block.

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "state/read_copy_codec.h"
+
 namespace replayssm::cuda::ptx {
 
 /// Four e4m3 codes as two pairs of f16, exactly.
@@ -23,6 +25,21 @@ __device__ __forceinline__ void unpack_e4m3(std::uint32_t codes, std::uint32_t& 
   };
   low = pair(__byte_perm(codes, 0, 0x1404));
   high = pair(__byte_perm(codes, 0, 0x3424));
+#endif
+}
+
+/// The codec's encode_e4m3 of four numbers, the first in the low byte.
+__device__ __forceinline__ std::uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  std::uint32_t codes;
+  asm("{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; "
+      "cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; mov.b32 %0, {l, h}; }"
+      : "=r"(codes)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return codes;
+#else
+  const auto code = [](float x) { return std::uint32_t{read_copy::encode_e4m3(x)}; };
+  return code(x0) | code(x1) << 8 | code(x2) << 16 | code(x3) << 24;
 #endif
 }
 

@@ -1,4 +1,4 @@
-// A choice that stays one instruction.
+// Choices that stay one instruction.
 #pragma once
 
 namespace replayssm::cuda::ptx {
@@ -10,6 +10,13 @@ __device__ __forceinline__ float select(bool condition, float yes, float no) {
   asm("{ .reg .pred p; setp.ne.b32 p, %3, 0; selp.f32 %0, %1, %2, p; }"
       : "=f"(out)
       : "f"(yes), "f"(no), "r"(static_cast<int>(condition)));
+  return out;
+}
+
+/// The larger one, or NaN if either is.
+__device__ __forceinline__ float max_or_nan(float x, float y) {
+  float out;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(x), "f"(y));
   return out;
 }
 

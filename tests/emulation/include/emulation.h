@@ -167,6 +167,9 @@ inline unsigned __float_as_uint(float x) {
   return out;
 }
 // The compiler must not fuse what these keep apart: -ffp-contract=off.
+inline float __int_as_float(int x) { return __uint_as_float(static_cast<unsigned>(x)); }
+/// max(min(a + b, c), 0)
+inline int __viaddmin_s32_relu(int a, int b, int c) { return std::max(std::min(a + b, c), 0); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }

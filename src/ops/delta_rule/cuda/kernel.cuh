@@ -26,6 +26,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/encode_copy.cuh"
 #include "cuda/language.cuh"
 #include "cuda/ptx/async_copy.cuh"
 #include "cuda/read_copy.cuh"
@@ -270,7 +271,8 @@ class DeltaRuleStepKernel
   /// Writes the read copy of a staged tile that has changed, to memory and over the tile.
   __device__ __forceinline__ CopyTile encode_copy(int tile) const {
     const CopyTile staged = Copy::in_stage(stage(), key_dim());
-    Copy::template encode<kKeyDim>(staged_state(), key_dim(), copy_in_memory(tile), staged, lane);
+    CopyEncoder<kCopy, kKeyDim, State>::encode(staged_state(), key_dim(), copy_in_memory(tile),
+                                               staged, lane);
     return staged;
   }
 

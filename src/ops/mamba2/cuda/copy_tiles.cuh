@@ -45,17 +45,6 @@ class Mamba2CopyTiles : public ReadCopyTiles<kFormat> {
     return tile;
   }
 
-  /// Encodes a staged tile of the checkpoint as the codec says, to memory and over the stage.
-  template <typename State>
-  static __device__ __forceinline__ void encode_tile(const State* state, const CopyTile& to,
-                                                     const CopyTile& staged, int lane) {
-    if constexpr (kNvfp4) {
-      encode_nvfp4(state, to, staged, lane);
-    } else {
-      Base::template encode<kStateSize>(state, kStateSize, to, staged, lane);
-    }
-  }
-
   /// A token's C for this lane, brought to f16's range; returns the inverse of the factor. `from`:
   /// bf16, the same for all lanes that share `present`.
   static __device__ __forceinline__ float load_columns(const BF16* from, bool present, int q,
@@ -175,85 +164,6 @@ class Mamba2CopyTiles : public ReadCopyTiles<kFormat> {
   }
 
  private:
-  /// Two lanes to a row, each with every other block. They take a block's 16 bytes in an order that
-  /// differs by row: neighbouring rows lie in the same banks.
-  template <typename State>
-  static __device__ __forceinline__ void encode_nvfp4(const State* state, const CopyTile& to,
-                                                      const CopyTile& staged, int lane) {
-    namespace rc = read_copy;
-    constexpr int kMine = kStateSize / kBlockColumns / 2;
-    constexpr int kEach = 16 / static_cast<int>(sizeof(State));  // elements of a vector
-    constexpr int kVectors = kBlockColumns / kEach;
-    const int row = lane / 2;
-    const State* from = state + row * kStateSize + lane % 2 * kBlockColumns;
-    const auto vector_of = [&](int i) { return (i + row) % kVectors; };
-    std::uint32_t amax[kMine];
-    std::uint32_t all = 0;
-#pragma unroll
-    for (int j = 0; j < kMine; ++j) {
-      amax[j] = 0;
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        const auto x =
-            load_packed<State, kEach>(from + 2 * j * kBlockColumns + vector_of(i) * kEach);
-#pragma unroll
-        for (int k = 0; k < kEach; ++k) amax[j] = max(amax[j], rc::magnitude_bits(x[k]));
-      }
-      all = max(all, amax[j]);
-    }
-#pragma unroll
-    for (int mask = 1; mask < kWarpLanes; mask *= 2) {
-      all = max(all, __shfl_xor_sync(kAllLanes, all, mask));
-    }
-    const float scale = rc::nvfp4_scale(all);
-    const bool finite = all < rc::kInfinityBits;
-    std::uint64_t codes[kMine];
-    std::uint8_t block_scale[kMine];
-#pragma unroll
-    for (int j = 0; j < kMine; ++j) {
-      block_scale[j] = rc::nvfp4_block_scale(amax[j], scale);
-      const float inverse = rc::inverse_unit(rc::nvfp4_unit(block_scale[j], scale));
-      codes[j] = 0;
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        const auto x =
-            load_packed<State, kEach>(from + 2 * j * kBlockColumns + vector_of(i) * kEach);
-        std::uint32_t some = 0;
-#pragma unroll
-        for (int k = 0; k < kEach; ++k) {
-          some |= encode_finite_e2m1(__fmul_rn(x[k], inverse)) << (4 * k);
-        }
-        codes[j] |= static_cast<std::uint64_t>(some) << (4 * kEach * vector_of(i));
-      }
-      // The code of NaN, which every element is where the scale is one.
-      if (!finite) codes[j] = 0x7777777777777777ull;
-    }
-    __syncwarp();
-    const auto write = [&](const CopyTile& tile) {
-#pragma unroll
-      for (int j = 0; j < kMine; ++j) {
-        const int block = 2 * j + lane % 2;
-        *reinterpret_cast<std::uint64_t*>(tile.codes + row * kRowBytes + block * 8) = codes[j];
-        tile.block_scales[row * (kStateSize / kBlockColumns) + block] = block_scale[j];
-      }
-      if (lane == 0) tile.scales[0] = scale;
-    };
-    write(to);
-    write(staged);
-    __syncwarp();
-  }
-
-  /// The codec's encode_e2m1 of a finite number: rounded to the multiple of half a unit of its
-  /// binade that is the last place of its sum with an anchor.
-  static __device__ __forceinline__ std::uint32_t encode_finite_e2m1(float x) {
-    constexpr std::uint32_t kOne = 0x3f800000u;
-    const float magnitude = fminf(fabsf(x), 6.0f);
-    const std::uint32_t binade = max(__float_as_uint(magnitude) & 0x7f800000u, kOne);
-    const std::uint32_t anchor = binade + (22u << 23);
-    const std::uint32_t sum = __float_as_uint(__fadd_rn(magnitude, __uint_as_float(anchor)));
-    return (sum - anchor + ((binade - kOne) >> 22)) | (__float_as_uint(x) >> 28 & 8u);
-  }
-
   // e2m1 codes are decoded to 2^-6 of their values.
   static constexpr float kNvfp4Rest = 0x1p6f;
 

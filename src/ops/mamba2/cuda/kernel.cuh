@@ -23,6 +23,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/encode_copy.cuh"
 #include "cuda/language.cuh"
 #include "cuda/ptx/async_copy.cuh"
 #include "cuda/ptx/mma.cuh"
@@ -205,8 +206,9 @@ class Mamba2StepKernel
 
   /// Writes the read copy of a staged tile that has changed, to memory and over the tile.
   __device__ __forceinline__ void encode_copy(const Position& at, unsigned char* from) const {
-    Copy::encode_tile(stage_state(from), copy_in_memory(at),
-                      this->template copy_in_stage<PlannedRow::kFlush>(from), lane);
+    CopyEncoder<kCopy, kStateSize, State>::encode(
+        stage_state(from), kStateSize, copy_in_memory(at),
+        this->template copy_in_stage<PlannedRow::kFlush>(from), lane);
     ptx::fence_proxy_async();
   }
 

@@ -3,6 +3,8 @@
 
 #include <cuda_fp16.h>
 
+#include "state/read_copy_codec.h"
+
 namespace replayssm::cuda::ptx {
 
 /// An e4m3 code as f16.
@@ -18,6 +20,12 @@ inline std::uint32_t widen_e4m3(unsigned code) {
 inline void unpack_e4m3(std::uint32_t codes, std::uint32_t& low, std::uint32_t& high) {
   low = widen_e4m3(codes & 0xff) | widen_e4m3(codes >> 8 & 0xff) << 16;
   high = widen_e4m3(codes >> 16 & 0xff) | widen_e4m3(codes >> 24) << 16;
+}
+
+inline std::uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
+  std::uint32_t codes = 0;
+  for (const float x : {x3, x2, x1, x0}) codes = codes << 8 | read_copy::encode_e4m3(x);
+  return codes;
 }
 
 }  // namespace replayssm::cuda::ptx
