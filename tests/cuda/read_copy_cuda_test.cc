@@ -3,6 +3,8 @@
 // Without a GPU every case is skipped.
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <limits>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -206,6 +208,58 @@ INSTANTIATE_TEST_SUITE_P(Cases, DeltaCudaCopies, ::testing::ValuesIn(delta_copie
                          [](const auto& test) { return test.param.name; });
 TEST_P(DeltaCudaCopies, OutputsReadTheCopyAndNothingElseDoes) {
   expect_outputs_read_the_copy_on_cuda<DeltaCudaRunner>(DeltaModel(GetParam()));
+}
+
+/// Numbers that are hard to encode, of both signs.
+float hard_number(Rng& rng, int kind, std::size_t i) {
+  const float sign = rng.chance(0.5) ? -1.0f : 1.0f;
+  switch (kind) {
+    case 0:  // every magnitude there is
+      return sign *
+             std::ldexp(1.0f + rng.uniform(0.0f, 1.0f), static_cast<int>(rng.between(-149, 127)));
+    case 1:  // between two codes of every format, and codes
+      return sign * 0.125f * static_cast<float>(rng.between(0, 56));
+    case 2:  // zeros of both signs and blocks too small for a scale
+      return i % 97 == 0 ? sign * 3e38f
+                         : sign * (rng.chance(0.5) ? 0.0f : 1e33f * rng.uniform(0.0f, 1.0f));
+    case 3:
+      return i % 311 == 0 ? std::numeric_limits<float>::quiet_NaN()
+                          : sign * rng.uniform(0.0f, 1.0f);
+    default:
+      return i % 311 == 0 ? sign * std::numeric_limits<float>::infinity()
+                          : sign * rng.uniform(0.0f, 1.0f);
+  }
+}
+
+template <typename Runner, typename Model>
+void expect_copies_of_hard_numbers(const Model& model) {
+  const auto& c = model.test_case();
+  StatePool pool = cuda_pool(model, 1);
+  StatePool host = model.make_pool(c.options(1));
+  Runner runner(model, pool);
+  ASSERT_TRUE(is_ok(pool.reset(kCuda, 0)));
+  runner.step(std::vector<RowSpec>{committed(0, {1, 2, 3})});
+  ASSERT_TRUE(is_ok(host.load(CpuContext{}, 0, pool.save(kCuda, 0).value())));
+  Rng rng(5);
+  for (int kind = 0; kind < 5; ++kind) {
+    for (int layer = 0; layer < c.layers; ++layer) {
+      const Field& f = host.impl().layout(layer).field("checkpoint");
+      std::vector<float> values(f.bytes() / size_of(f.dtype));
+      for (std::size_t i = 0; i < values.size(); ++i) values[i] = hard_number(rng, kind, i);
+      set_checkpoint(host, layer, 0, values);
+    }
+    ASSERT_TRUE(is_ok(pool.load(kCuda, 0, host.save(0).value())));
+    runner.step(std::vector<RowSpec>{committed(0, {TokenId{4} + kind})});
+    for (int layer = 0; layer < c.layers; ++layer) {
+      expect_copy_is_of_checkpoint(pool, layer, 0, "numbers of kind " + std::to_string(kind));
+    }
+  }
+}
+TEST_P(Mamba2CudaCopies, AreTheCodecsOfAnyNumbers) {
+  expect_copies_of_hard_numbers<Mamba2CudaRunner>(Mamba2Model(GetParam()));
+}
+TEST_P(DeltaCudaCopies, AreTheCodecsOfAnyNumbers) {
+  expect_copies_of_hard_numbers<DeltaCudaRunner>(DeltaModel(GetParam()));
 }
 
 // f32 activations have no kernels with copies: refused by name.
