@@ -96,8 +96,8 @@ class Mamba2Family {
     p.dt = take(g.heads);
     return p.y = take(g.x());
   }
-  static FlushPlaces flush_places(const Params&, const CudaDeviceInfo&) {
-    return FlushPlaces::kFirst;
+  static FlushPlaces flush_places(const Params& p, const CudaDeviceInfo& device) {
+    return mamba2_flush_places(p, device);
   }
   static auto choose(const Params& p, const CudaDeviceInfo& device, const Tuning& tuning) {
     return choose_mamba2_config(p, device, tuning);

@@ -499,7 +499,8 @@ TEST_F(PlansOfSteps, HaveEveryRowOnceAndFlushesWhereTheyAreAskedFor) {
       device_rows.upload(rows.data(), device_rows.size());
       device_cursors.upload(cursors.data(), device_cursors.size());
       for (const auto& [places, quarters] :
-           {std::pair{FlushPlaces::kFirst, 0}, std::pair{FlushPlaces::kFirstHalf, 2},
+           {std::pair{FlushPlaces::kFirst, 0}, std::pair{FlushPlaces::kFirstQuarter, 1},
+            std::pair{FlushPlaces::kFirstHalf, 2},
             std::pair{FlushPlaces::kFirstThreeQuarters, 3}}) {
         planned.fill(0xff);
         ASSERT_TRUE(is_ok(cuda::cuda_plan_step({.rows = device_rows.as<DeviceRow>(),

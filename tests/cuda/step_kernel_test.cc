@@ -181,14 +181,40 @@ TEST(StepKernel, LongStepsOfSingleTokensSpreadTheirFlushesWidely) {
   EXPECT_EQ(places(512, 4, DType::kF32), kFirstHalf);
   EXPECT_EQ(places(512, 1, DType::kBF16), kFirstHalf);
   EXPECT_EQ(places(512, 1, DType::kF32, ReadCopyFormat::kNvfp4), kFirstHalf);
-  // One plan serves all layers.
+}
+
+TEST(StepKernel, LongStepsOfMamba2SpreadTheFlushesOfDraftsAndOfReadCopies) {
+  const auto places = [](std::int64_t rows, int drafts, DType checkpoint,
+                         ReadCopyFormat copy = ReadCopyFormat::kNone) {
+    Mamba2CudaParams p = mamba2_params(rows, drafts);
+    p.checkpoint = checkpoint;
+    p.copy.format = copy;
+    return mamba2_flush_places(p, device_of(90));
+  };
+  using enum FlushPlaces;
+  EXPECT_EQ(places(256, 4, DType::kF32), kFirstHalf);
+  EXPECT_EQ(places(64, 4, DType::kF32), kFirst);
+  EXPECT_EQ(places(256, 4, DType::kBF16), kFirst);
+  EXPECT_EQ(places(256, 1, DType::kF32), kFirst);
+  EXPECT_EQ(places(256, 1, DType::kF32, ReadCopyFormat::kNvfp4), kFirstQuarter);
+  EXPECT_EQ(places(64, 1, DType::kF32, ReadCopyFormat::kNvfp4), kFirst);
+  EXPECT_EQ(places(256, 4, DType::kF32, ReadCopyFormat::kNvfp4), kFirst);
+}
+
+// One plan serves all layers, and takes the least.
+TEST(StepKernel, LayersSayWhereTheyWantFlushes) {
   StatePoolOptions options;
   options.activation = DType::kBF16;
-  options.limits = {.window = 16, .draft_capacity = 1};
-  LayerKernels mamba2(LayerSpec{Mamba2Shape{64, 64, 128, 8}, {}}, options);
-  mamba2.set_rows(nullptr, 512);
-  EXPECT_EQ(mamba2.flush_places(device_of(90)), kFirst);
-  EXPECT_LT(kFirst, kFirstHalf);
+  options.limits = {.window = 16, .draft_capacity = 4};
+  const auto places = [&](const LayerSpec& layer) {
+    LayerKernels kernels(layer, options);
+    kernels.set_rows(nullptr, 512);
+    return kernels.flush_places(device_of(90));
+  };
+  using enum FlushPlaces;
+  EXPECT_EQ(places(LayerSpec{Mamba2Shape{64, 64, 128, 8}, {}}), kFirstHalf);
+  EXPECT_LT(kFirst, kFirstQuarter);
+  EXPECT_LT(kFirstQuarter, kFirstHalf);
   EXPECT_LT(kFirstHalf, kFirstThreeQuarters);
 }
 

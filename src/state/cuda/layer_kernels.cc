@@ -141,8 +141,10 @@ void LayerKernels::set_mamba2_a(const float* a) {
 }
 
 FlushPlaces LayerKernels::flush_places(const CudaDeviceInfo& device) const {
-  const auto* p = std::get_if<DeltaRuleCudaParams>(&params_);
-  return p == nullptr ? FlushPlaces::kFirst : delta_rule_flush_places(*p, device);
+  if (const auto* p = std::get_if<Mamba2CudaParams>(&params_)) {
+    return mamba2_flush_places(*p, device);
+  }
+  return delta_rule_flush_places(std::get<DeltaRuleCudaParams>(params_), device);
 }
 
 Status LayerKernels::check(const CudaDeviceInfo& device) const {

@@ -36,8 +36,7 @@ struct SpreadOrder {
   std::int64_t span;  // of places among which they are
 
   __device__ SpreadOrder(std::int64_t flushing, std::int64_t rows, FlushPlaces among)
-      : flushes(flushing),
-        span(max(flushing, (rows * (among == FlushPlaces::kFirstHalf ? 2 : 3) + 3) / 4)) {}
+      : flushes(flushing), span(max(flushing, (rows * static_cast<int>(among) + 3) / 4)) {}
   __device__ std::int64_t of_flush(std::int64_t i) const { return i * span / flushes; }
   /// The flushes before it are those with of_flush(i) - i <= j.
   __device__ std::int64_t of_other(std::int64_t j) const {

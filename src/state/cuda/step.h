@@ -30,8 +30,9 @@ struct alignas(16) PlannedRow {
 static_assert(sizeof(PlannedRow) == 32);
 
 /// Where a step's plan has its rows that flush: before the others, or evenly among those of its
-/// first part. The last part is without, so that no flush ends last.
-enum class FlushPlaces : std::uint8_t { kFirst, kFirstHalf, kFirstThreeQuarters };
+/// first quarters, of which there are as many. The last part is without, so that no flush ends
+/// last.
+enum class FlushPlaces : std::uint8_t { kFirst, kFirstQuarter, kFirstHalf, kFirstThreeQuarters };
 
 struct PlanParams {
   const DeviceRow* rows = nullptr;  // (rows)

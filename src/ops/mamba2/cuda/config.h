@@ -17,6 +17,7 @@
 #include "cuda/step_kernel.h"
 #include "ops/mamba2/cuda/params.h"
 #include "replayssm/status.h"
+#include "state/cuda/step.h"
 
 namespace replayssm::cuda {
 
@@ -111,6 +112,9 @@ constexpr int mamba2_resident_blocks(Mamba2Variant variant) {
   using enum Mamba2Variant;
   return variant == kGeneral ? 2 : variant == kOneToken || variant == kDirect ? 4 : 3;
 }
+
+/// Where a step of the parameters' rows has its flushes.
+FlushPlaces mamba2_flush_places(const Mamba2CudaParams& params, const CudaDeviceInfo& device);
 
 /// Picks warps, stages and runs that fit the device, or says why nothing does.
 Result<Mamba2CudaConfig> choose_mamba2_config(const Mamba2CudaParams& params,
