@@ -226,19 +226,23 @@ class LoadedNumber {
   std::uint32_t bits_;
 };
 
+/// What a tf32 operand keeps of an fp32 number.
+inline constexpr std::uint32_t kTf32Mask = 0xffffe000u;
+
 /// x = high + low: what a tf32 operand keeps of x, and the rest. The two carry x to 2^-21.
 struct Tf32Pair {
   std::uint32_t high;
   std::uint32_t low;
 };
-__device__ __forceinline__ Tf32Pair split_tf32(float x, std::uint32_t mask = 0xffffe000u) {
+__device__ __forceinline__ Tf32Pair split_tf32(float x, std::uint32_t mask = kTf32Mask) {
   const std::uint32_t high = __float_as_uint(x) & mask;
   return {high, __float_as_uint(x - __uint_as_float(high))};
 }
 /// The same with a bit less in high, to 2^-20: for products with numbers that are tf32 as they are.
 /// Where both factors are split, the product of their rests is left out, and would be four times as
-/// large. Of the mask above the assembler sees that it is for nothing, as tensor cores ignore the
-/// other bits: it passes x, and moves every x to where the product wants it.
+/// large. Of kTf32Mask the assembler sees that it is for nothing, as tensor cores ignore the other
+/// bits: it passes x, and moves every x to where the product wants it. Where that counts and both
+/// factors are split, the mask is a parameter of the kernel.
 __device__ __forceinline__ Tf32Pair split_tf32_for_exact(float x) {
   return split_tf32(x, 0xffffc000u);
 }

@@ -136,7 +136,7 @@ class DeltaRuleStepKernel
                                                  unsigned char* shared_memory)
       : Weights(params, shape, shared_memory),
         Recurrence(Row::lane, kMasked ? static_cast<int>(params.shape.key_dim) : kKeyDim),
-        Products(Row::lane) {}
+        Products(Row::lane, shape.tf32_mask) {}
 
   // ---- The run, as it lies in shared memory; volatile, so that it stays there ----
 

@@ -36,7 +36,8 @@ class DeltaRuleProducts {
   // bf16 terms of a weight: 24 bits.
   static constexpr int kWeightTerms = 3;
 
-  __device__ __forceinline__ explicit DeltaRuleProducts(int lane) : g(lane / 4), q(lane % 4) {}
+  __device__ __forceinline__ DeltaRuleProducts(int lane, std::uint32_t tf32_mask)
+      : g(lane / 4), q(lane % 4), tf32_mask_(tf32_mask) {}
 
   static __device__ __forceinline__ void clear(Sums& sums) {
 #pragma unroll
@@ -65,7 +66,7 @@ class DeltaRuleProducts {
     if constexpr (!kBf16State) {
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
-        const Tf32Pair pair = split_tf32(c[i]);
+        const Tf32Pair pair = split_tf32(c[i], tf32_mask_);
         part.term[0][i] = pair.high;
         if constexpr (!kExactColumns) part.term[1][i] = pair.low;
       }
@@ -219,8 +220,9 @@ class DeltaRuleProducts {
                                                 const ColumnPart& part, float (&sums)[4],
                                                 float (&rest)[4]) const {
     constexpr bool kWideState = sizeof(State) == 4;
-    const auto split = [](float x) {
-      return kWideState && kExactColumns ? split_tf32_for_exact(x) : split_tf32(x);
+    const auto split = [&](float x) {
+      return kWideState && kExactColumns ? split_tf32_for_exact(x)
+                                         : split_tf32(x, kWideState ? tf32_mask_ : kTf32Mask);
     };
 #pragma unroll
     for (int i = 0; i < kOwn; i += 2) {
@@ -240,6 +242,9 @@ class DeltaRuleProducts {
 
  protected:
   int g, q;
+
+ private:
+  std::uint32_t tf32_mask_;
 };
 
 }  // namespace replayssm::cuda
