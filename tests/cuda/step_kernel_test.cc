@@ -163,7 +163,8 @@ TEST(StepKernel, StepsOfManyRowsPrefetchHalfOfAStatesTile) {
   EXPECT_EQ(delta_rule(512, false, 1, DType::kF32), 4096);
   EXPECT_EQ(delta_rule(64, false, 1, DType::kF32), 0);
   EXPECT_EQ(delta_rule(512, true, 1, DType::kF32), 0);
-  EXPECT_EQ(delta_rule(512, false, 4, DType::kF32), 0);
+  EXPECT_EQ(delta_rule(512, false, 4, DType::kF32), 4096);
+  EXPECT_EQ(delta_rule(512, false, 8, DType::kF32), 0);
   EXPECT_EQ(delta_rule(512, false, 1, DType::kBF16), 0);
 }
 

@@ -166,12 +166,14 @@ void fill_stages(const DeltaRuleCudaParams& p, const CudaDeviceInfo& device,
   }
 }
 
-/// Half of the next tile, for single tokens on fp32 states, which wait for memory. Measured on an
-/// H200: with many waves of blocks it is worth 1.6%, all of it 0.8%; with few waves, whose blocks
-/// begin together, it costs 7%, and to decays of channels it is worth nothing.
+/// Half of the next tile, for single tokens and short drafts on fp32 states, which wait for memory.
+/// Measured on an H200: with many waves of blocks it is worth 1.5%, all of it 0.8% or nothing; with
+/// few waves, whose blocks begin together, it costs 7%, and to decays of channels it is worth
+/// nothing.
 std::int32_t prefetched_bytes(const DeltaRuleCudaParams& p, const DeltaRuleCudaConfig& config,
                               const CudaDeviceInfo& device) {
-  if (config.variant != DeltaRuleVariant::kSingle || p.shape.channel_decay ||
+  using enum DeltaRuleVariant;
+  if ((config.variant != kSingle && config.variant != kSmall) || p.shape.channel_decay ||
       p.checkpoint != DType::kF32 || p.copy.format != ReadCopyFormat::kNone ||
       config.launch.tiles < 2 || device.compute_capability < 90 ||
       config.blocks < 8 * wave_of(config.blocks_per_multiprocessor, device)) {

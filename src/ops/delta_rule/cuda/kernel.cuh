@@ -100,7 +100,11 @@ class DeltaRuleStepKernel
   // One token on an fp32 state is multiplied without tensor cores.
   static constexpr bool kScalar =
       kVariant == DeltaRuleVariant::kSingle && sizeof(State) == 4 && !kHasCopy;
-  static constexpr bool kMayPrefetch = kScalar && !kChannelDecay;
+  static constexpr bool kMayPrefetch =
+      sizeof(State) == 4 && !kHasCopy && !kChannelDecay && kBlocks == 1;
+  // Whether what the block prepares is asked for before the tiles, for which a warp waits later.
+  // Blocks with decays of channels have more to prepare than to wait for.
+  static constexpr bool kLoadsFirst = !kChannelDecay;
   // What all tiles of a run are multiplied with stays in registers where it fits.
   static constexpr bool kKeepColumns =
       kBlocks == 1 && (!kChannelDecay || sizeof(State) == 2 || kHasCopy);
