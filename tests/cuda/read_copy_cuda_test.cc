@@ -48,7 +48,8 @@ std::vector<Mamba2Case> mamba2_copies() {
       Mamba2Case c = small_case(
           std::string("N").append(std::to_string(state_size)) + "_L" + std::to_string(window),
           window, draft);
-      c.shape = {4, 48, state_size, 2};
+      // Single tokens prepare two heads of a group at a time.
+      c.shape = {draft == 1 ? 6 : 4, 48, state_size, 2};
       add_formats(cases, c);
     }
   }

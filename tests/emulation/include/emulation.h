@@ -134,17 +134,19 @@ T shuffle(T x, int from) {
 }  // namespace emulation
 
 template <typename T>
-T __shfl_sync(unsigned, T x, int from) {
-  return ::emulation::shuffle(x, from % ::emulation::kLanes);
+// Among each `width` lanes, a power of two.
+T __shfl_sync(unsigned, T x, int from, int width = ::emulation::kLanes) {
+  const int lane = ::emulation::current().lane;
+  return ::emulation::shuffle(x, lane - lane % width + from % width);
 }
 template <typename T>
 T __shfl_xor_sync(unsigned, T x, int mask) {
   return ::emulation::shuffle(x, ::emulation::current().lane ^ mask);
 }
 template <typename T>
-T __shfl_down_sync(unsigned, T x, int by) {
+T __shfl_down_sync(unsigned, T x, int by, int width = ::emulation::kLanes) {
   const int lane = ::emulation::current().lane;
-  return ::emulation::shuffle(x, lane + by < ::emulation::kLanes ? lane + by : lane);
+  return ::emulation::shuffle(x, lane % width + by < width ? lane + by : lane);
 }
 
 inline int __any_sync(unsigned, int predicate) {

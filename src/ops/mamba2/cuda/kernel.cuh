@@ -51,6 +51,7 @@ class Mamba2StepKernel
   using Base::kDefers, Base::load_deferred, Base::load_head, Base::store_deferred;
   using Base::kOneEntries, Base::kOneLanes, Base::kOnePlain, Base::kOneToken, Base::kOneVectors;
   using Base::kOwn, Base::kPackedProducts, Base::kSegments, Base::kWeightTerms, Base::kWideAct;
+  using Base::kPairsHeads;
   using Base::kWideState, Base::kXChunks;
   using Base::live, Base::output, Base::own, Base::p, Base::places, Base::ring_b, Base::ring_x;
   using Base::load_group, Base::prepare_barriers, Base::prepare_group, Base::prepare_weights,
@@ -62,6 +63,7 @@ class Mamba2StepKernel
   using typename Base::Columns, typename Base::Copy, typename Base::GroupInputs;
   using typename Base::HeadInputs;
   using typename Base::Kind, typename Base::Position, typename Base::Stage, typename Base::Table;
+  using typename Base::Pair;
 
   using Lanes = Mamba2Lanes<State, Act, kStateSize>;
   using Lanes::advance, Lanes::column, Lanes::kColumns, Lanes::kPassRows, Lanes::kRowLanes;
@@ -111,8 +113,13 @@ class Mamba2StepKernel
     this->template start_pipeline<kKind>();
     Stage stage = first_stage();
     const bool needs_head = kKind != PlannedRow::kCommitted || live > 0;
+    const bool pairs = kPairsHeads && kKind == PlannedRow::kReplay && this->pairs_heads();
     HeadInputs next{};
-    if (needs_head) next = load_head(first_tile);
+    if (pairs) {
+      next = this->load_pair(pair_at(first_tile, tile_begin));
+    } else if (needs_head) {
+      next = load_head(first_tile);
+    }
     if (this->template folds<kKind>() && live <= kFoldRecords) load_fold_columns(0);
     Position at = first_tile;
     if constexpr (kKind != PlannedRow::kCommitted) {
@@ -121,13 +128,28 @@ class Mamba2StepKernel
     }
     int in_stage = 0;  // tiles of the stage that have been used, of a read copy
     bool enters_head = true;
+    bool is_second = false;  // of a pair of heads
 #pragma unroll 1
     for (int tile = tile_begin; tile < tile_end; ++tile) {
-      if (needs_head && enters_head) {
-        const HeadInputs now = next;
-        if (tile + (launch.head_dim - at.p0) / kTileRows < tile_end) {
-          next = load_head({at.head + 1, 0});
+      if (pairs && enters_head) {
+        if constexpr (kPairsHeads && kKind == PlannedRow::kReplay) {
+          if (!is_second) {
+            const HeadInputs now = next;
+            const Pair pair = pair_at(at, tile);
+            const int after = tile + tiles_left_of_head(at) + launch.tiles_per_head;
+            if (after < tile_end) next = this->load_pair(pair_at({at.head + 2, 0}, after));
+            __syncwarp();
+            this->fill_pair(now, pair);
+            this->take_of_pair(0);
+            is_second = pair.has_second;
+          } else {
+            this->take_of_pair(1);
+            is_second = false;
+          }
         }
+      } else if (needs_head && enters_head) {
+        const HeadInputs now = next;
+        if (tile + tiles_left_of_head(at) < tile_end) next = load_head({at.head + 1, 0});
         __syncwarp();
         fill_table(now, at);
         if constexpr (kKind != PlannedRow::kCommitted && !kOneToken) prepare_weights(now.d);
@@ -181,6 +203,14 @@ class Mamba2StepKernel
         }
       }
     }
+  }
+
+  __device__ __forceinline__ int tiles_left_of_head(const Position& at) const {
+    return (launch.head_dim - at.p0) / kTileRows;
+  }
+  /// The head of the run's tile `tile`, which is at `at`, and the next if the run has it.
+  __device__ __forceinline__ Pair pair_at(const Position& at, int tile) const {
+    return {at, tile + tiles_left_of_head(at) < tile_end};
   }
 
   __device__ __forceinline__ void point_at_outputs(const Position& at) {

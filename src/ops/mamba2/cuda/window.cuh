@@ -333,6 +333,10 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
 
   /// `at`: the first of the head's rows that the warp has.
   __device__ __forceinline__ HeadInputs load_head(const Position& at) const {
+    return load_head(at, lane);
+  }
+  /// Entry 32 i + `lane_entry` is the lane's.
+  __device__ __forceinline__ HeadInputs load_head(const Position& at, int lane_entry) const {
     const int head = at.head;
     HeadInputs in;
     in.deferred = load_deferred(at);
@@ -341,7 +345,7 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
     in.bias = p.dt_bias == nullptr ? 0.0f : p.dt_bias[head];
 #pragma unroll
     for (int i = 0; i < kEntryChunks; ++i) {
-      const int entry = kWarpLanes * i + lane;
+      const int entry = kWarpLanes * i + lane_entry;
       in.dt[i] = entry < live         ? LoadedNumber<Act>(*ring_dt(head, entry))
                  : entry < live + own ? raw_time_step(entry - live, head)
                                       : LoadedNumber<Act>(0.0f);
@@ -397,6 +401,57 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
     }
   }
 
+  // ---- Two heads at a time ----
+  //
+  // One token with a read copy leaves a head little more than its window to prepare, and runs have
+  // several heads. A window that fits into half a warp is prepared for two of them at once.
+
+  static constexpr bool kPairsHeads = kOneToken && kHasCopy;
+  static constexpr int kHalf = kWarpLanes / 2;
+
+  __device__ __forceinline__ bool pairs_heads() const { return live + own <= kHalf; }
+
+  /// Two heads that a warp goes through, or the last one alone.
+  struct Pair {
+    Position at;  // the first of the first head's rows that the warp has
+    bool has_second;
+  };
+  /// Of the lane's half.
+  __device__ __forceinline__ Position position_in(const Pair& pair) const {
+    if (lane < kHalf || !pair.has_second) return pair.at;
+    return {pair.at.head + 1, 0};
+  }
+  __device__ __forceinline__ HeadInputs load_pair(const Pair& pair) const {
+    return load_head(position_in(pair), lane % kHalf);
+  }
+  /// fill_table of both, for a row that replays: the results stay in registers.
+  __device__ __forceinline__ void fill_pair(const HeadInputs& in, const Pair& pair) {
+    const int entry = lane % kHalf;
+    const Position at = position_in(pair);
+    float decay = 1.0f;
+    float dt = in.dt[0].value(p.dt_is_f32 || entry < live);
+    if (entry < live + own) {
+      if (entry >= live) {
+        dt = mamba2_time_step(dt, in.bias, p.dt_softplus, p.dt_min, p.dt_max);
+        if (at.p0 == 0) *ring_dt(at.head, entry) = dt;
+      }
+      decay = mamba2_decay(in.a, dt);
+    }
+    float all = 1.0f;
+    const float suffix = product_of_later<kHalf>(entry < live ? decay : 1.0f, entry, all);
+    const float own_decay = __shfl_sync(kAllLanes, decay, live, kHalf);
+    const float product = table().products[entry];
+    pair_weight = entry == live ? fmaf(dt, product, in.d) : suffix * dt * own_decay * product;
+    if (entry > live) pair_weight = 0.0f;
+    pair_scale = all * in.deferred.value() * own_decay;
+  }
+  /// The first or the second of the heads that have been prepared.
+  __device__ __forceinline__ void take_of_pair(int which) {
+    one_scale = __shfl_sync(kAllLanes, pair_scale, which * kHalf) * c_rest[0][0];
+    const float weight[1] = {pair_weight};
+    spread_one_weights(weight, which * kHalf);
+  }
+
   /// For folds, in place of the records' time steps and decays. One after the other: a fold of some
   /// of them and then of the others has to come to the same.
   __device__ __forceinline__ void defer_records(const Table& out, DeferredDecay deferred) const {
@@ -445,8 +500,10 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
     __syncwarp();
   }
 
-  /// Brings a token's weights to the lanes that multiply with them.
-  __device__ __forceinline__ void spread_one_weights(const float (&of_entry)[kEntryChunks]) {
+  /// Brings a token's weights to the lanes that multiply with them. Entry 0 is that of
+  /// `first_lane`.
+  __device__ __forceinline__ void spread_one_weights(const float (&of_entry)[kEntryChunks],
+                                                     int first_lane = 0) {
     if constexpr (kOnePlain) {
 #pragma unroll
       for (int i = 0; i < kOneEntries; ++i) {
@@ -463,7 +520,7 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int entry = 16 * s + 2 * q + i % 2 + 8 * (i / 2);
-          rest[i] = __shfl_sync(kAllLanes, of_entry[16 * s / kWarpLanes], entry);
+          rest[i] = __shfl_sync(kAllLanes, of_entry[16 * s / kWarpLanes], first_lane + entry);
         }
         one_terms[s][0] = one_terms[s][1] = 0;
 #pragma unroll
@@ -541,6 +598,8 @@ class Mamba2Window : protected Mamba2Pipeline<State, Act, kStateSize, kWindowSte
   float one_weights[kOneEntries];
   std::uint32_t one_terms[kWindowSteps][2];
   float one_scale;
+  // Of two heads, each in its half of the lanes: the weight of entry lane % 16, and the scale.
+  float pair_weight, pair_scale;
 };
 
 }  // namespace replayssm::cuda
