@@ -110,6 +110,14 @@ __device__ __forceinline__ void copy_async_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+/// What this thread has asked for so far is what copy_async_wait_committed waits for.
+__device__ __forceinline__ void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+__device__ __forceinline__ void copy_async_wait_committed() {
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+}
+
 /// Arrives on the barrier once this thread's copy_async_16 so far have landed.
 __device__ __forceinline__ void copy_async_arrive(std::uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))

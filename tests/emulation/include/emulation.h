@@ -72,8 +72,9 @@ struct Fiber {
   State state = State::kDone;
   Meeting meeting = Meeting::kNone;
   unsigned long meetings = 0;
-  bool advanced = false;            // has done more than look at a barrier
-  std::vector<std::size_t> copies;  // asynchronous ones that nobody has waited for
+  bool advanced = false;             // has done more than look at a barrier
+  std::vector<std::size_t> copies;   // asynchronous ones that nobody has waited for
+  std::size_t committed_copies = 0;  // of those
 };
 
 /// The fiber that runs.
@@ -133,8 +134,8 @@ T shuffle(T x, int from) {
 }
 }  // namespace emulation
 
-template <typename T>
 // Among each `width` lanes, a power of two.
+template <typename T>
 T __shfl_sync(unsigned, T x, int from, int width = ::emulation::kLanes) {
   const int lane = ::emulation::current().lane;
   return ::emulation::shuffle(x, lane - lane % width + from % width);
@@ -168,10 +169,10 @@ inline unsigned __float_as_uint(float x) {
   std::memcpy(&out, &x, 4);
   return out;
 }
-// The compiler must not fuse what these keep apart: -ffp-contract=off.
 inline float __int_as_float(int x) { return __uint_as_float(static_cast<unsigned>(x)); }
 /// max(min(a + b, c), 0)
 inline int __viaddmin_s32_relu(int a, int b, int c) { return std::max(std::min(a + b, c), 0); }
+// The compiler must not fuse what these keep apart: -ffp-contract=off.
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }

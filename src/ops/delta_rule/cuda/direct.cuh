@@ -51,8 +51,8 @@ class DeltaRuleDirectKernel
   using typename Preparation::Vector;
 
   using Row = DeltaRuleRow<State, Act, kRows>;
-  using Row::folds_values, Row::gate_parameters, Row::is_first_of_key, Row::kind, Row::lane,
-      Row::launch, Row::live;
+  using Row::folds_values, Row::gate_parameters, Row::head, Row::is_first_of_key, Row::kind,
+      Row::lane, Row::launch, Row::live;
   using Row::output, Row::own, Row::p, Row::raw_gate, Row::read_row, Row::ring_delta;
   using Row::ring_k, Row::token_k, Row::token_q;
   using Row::ring_v, Row::state, Row::thread, Row::token_count, Row::token_v;
@@ -157,8 +157,8 @@ class DeltaRuleDirectKernel
     }
     if constexpr (kChannelDecay) {
       static_assert(kDeltaRuleDirectWarps * kWarpLanes == kKeyDim);
-      out.gate = *raw_gate(t, thread);
-      out.channel = gate_parameters(thread);
+      out.gate = *raw_gate(head, t, thread);
+      out.channel = gate_parameters(head, thread);
     }
     out.gates = load_token_gates(t, 1);
     load_token_values(t, 1);

@@ -65,7 +65,7 @@ class DeltaRuleStepKernel
   using Preparation::scale_tokens, Preparation::shared, Preparation::token_channel_decay;
   using Preparation::token_row;
   using Preparation::vector, Preparation::vector_pitch, Preparation::wait_for_records;
-  using typename Preparation::GateParameters;
+  using typename Preparation::GateParameters, typename Preparation::TokenGates;
 
   using Row = DeltaRuleRow<State, Act>;
   using Row::first_row, Row::folds_values, Row::head, Row::is_first_of_key, Row::isolate;
@@ -85,7 +85,8 @@ class DeltaRuleStepKernel
   using Column = std::conditional_t<kChannelDecay, float, Act>;
   using Products = DeltaRuleProducts<State, Act, Column, kKeyDim, kMasked, kBlocks>;
   using Products::clear, Products::column_part, Products::g, Products::kSegments;
-  using Products::multiply_state, Products::multiply_window, Products::q, Products::weight_terms;
+  using Products::multiply_first_records, Products::multiply_state, Products::multiply_window;
+  using Products::q, Products::weight_terms;
   using typename Products::ColumnPart;
   using typename Products::Sums;
   using typename Products::WeightTerms;
@@ -96,6 +97,9 @@ class DeltaRuleStepKernel
   static constexpr int kRecordChunks = kDeltaRuleTileRows / kActPerChunk;  // of 16 bytes
   // Whether the stage of a replaying row may hold several tiles.
   static constexpr bool kFillsSeveral = kHasCopy || (sizeof(State) == 2 && !kChannelDecay);
+  // Whether a tile's tokens are solved beside the products of the next: there is no branch in
+  // either, then. Without a second tile in the stage solving lasts while the stage is filled.
+  static constexpr bool kOverlaps = kFillsSeveral && sizeof(Act) == 2 && kBlocks == 1;
 
   // One token on an fp32 state is multiplied without tensor cores.
   static constexpr bool kScalar =
@@ -119,17 +123,27 @@ class DeltaRuleStepKernel
       return;
     }
     if (kernel.has_nothing_to_do()) return;
-    kernel.store_run();
-    kernel.init_barriers();
+    TokenGates gates{};
+    if constexpr (kLoadsFirst) {
+      kernel.init_barriers();
+      kernel.load_prepared();
+      gates = kernel.load_token_gates(0, kernel.first_tokens());
+      kernel.isolate();  // addresses of these loads are not worth their registers
+      kernel.store_run();
+      __syncwarp();
+    } else {
+      kernel.store_run();
+      kernel.init_barriers();
+    }
     kernel.fill(0);
     if (kernel.kind == PlannedRow::kReplay) {
-      kernel.template tentative<false>();
+      kernel.template tentative<false>(gates);
     } else {
       kernel.isolate();
       if (kernel.kind == PlannedRow::kCommitted) {
-        kernel.committed();
+        kernel.committed(gates);
       } else {
-        kernel.template tentative<true>();
+        kernel.template tentative<true>(gates);
       }
     }
   }
@@ -148,7 +162,7 @@ class DeltaRuleStepKernel
     return *reinterpret_cast<DeltaRuleRun*>(shared + launch.shared.run +
                                             warp * launch.shared.run_pitch);
   }
-  /// Before init_barriers(), which tells the lanes.
+  /// For the warp's lanes, after a barrier of theirs.
   __device__ __forceinline__ void store_run() const {
     if (lane != 0) return;
     volatile DeltaRuleRun& run = stored_run();
@@ -207,12 +221,28 @@ class DeltaRuleStepKernel
     __syncwarp();
   }
 
+  /// What a stage lacks that is not loaded: the state or copy of a row that has none yet, and a
+  /// first record, which products multiply by zero.
+  __device__ __forceinline__ void clear_stage(int tiles) const {
+    const auto clear = [&](unsigned char* from, int bytes) {
+      for (int i = lane * 16; i < bytes; i += kWarpLanes * 16) {
+        *reinterpret_cast<uint4*>(from + i) = uint4{};
+      }
+    };
+    if (zero) clear(stage(), launch.shared.values);
+    if (live == 0) {
+      clear(stage() + launch.shared.values,
+            tiles * kDeltaRuleTileRows * static_cast<int>(sizeof(Act)));
+    }
+  }
+
   /// Asks for the run's tiles from `tile` on, as many as a stage holds, and their rows of the
   /// records.
   __device__ __forceinline__ void fill(int tile) const {
     if (tile >= run_length()) return;
     const int tiles = min(fill_tiles(), run_length() - tile);
     std::uint64_t* bar = barrier();
+    if (kOverlaps && (zero || live == 0)) clear_stage(tiles);
     if (!zero) {
       if (reads_copy()) {
         Copy::load(copy_in_memory(tile), copy_in_stage(0), key_dim(), tiles, bar, lane);
@@ -282,7 +312,13 @@ class DeltaRuleStepKernel
 
   // ---- Tentative rows ----
 
-  /// v of the tokens for a tile: of token 4 b + q, rows g and g + 8.
+  /// The token of block b whose sums the lane has, if has_token(b).
+  __device__ __forceinline__ int lane_token(int b) const {
+    return kVariant == DeltaRuleVariant::kSingle ? 0 : 4 * b + q;
+  }
+  __device__ __forceinline__ bool has_token(int b) const { return 4 * b + q < own; }
+
+  /// v of the tokens for a tile: of lane_token(b), rows g and g + 8.
   struct Values {
     Act v[kBlocks][2];
   };
@@ -291,8 +327,8 @@ class DeltaRuleStepKernel
     const Act* from = static_cast<const Act*>(stored_run().v) + tile * kDeltaRuleTileRows + g;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      const int t = 4 * b + q;
-      if (t >= own || tile >= run_length()) continue;
+      const int t = lane_token(b);
+      if (!has_token(b) || tile >= run_length()) continue;
       values.v[b][0] = from[Row::along(t, p.v_token_stride)];
       values.v[b][1] = from[Row::along(t, p.v_token_stride) + 8];
     }
@@ -360,20 +396,32 @@ class DeltaRuleStepKernel
     return common;
   }
 
-  template <bool kFlush>
-  __device__ __forceinline__ void tentative() const {
-    const int records = kFlush ? 0 : live;  // that outputs see
-    load_tokens(0, own);
+  /// Tokens of the row that are prepared first.
+  __device__ __forceinline__ int first_tokens() const {
+    return kind == PlannedRow::kCommitted ? chunk_length(0) : own;
+  }
+  /// Asks for keys and queries of those, and for the records.
+  __device__ __forceinline__ void load_prepared() const {
+    load_tokens(0, first_tokens());
     load_records();
+    ptx::copy_async_commit();
+  }
+
+  template <bool kFlush>
+  __device__ __forceinline__ void tentative(TokenGates gates) const {
+    const int records = kFlush ? 0 : live;  // that outputs see
+    if constexpr (!kLoadsFirst) load_prepared();
     DeferredDecay deferred = load_deferred();
     Values values = load_values(0);
     const GateParameters own_channel = load_own_channel();
-    prepare_token_gates(load_token_gates(0, own), 0, own, true);
+    if constexpr (!kLoadsFirst) gates = load_token_gates(0, own);
     const float rate = kChannelDecay ? own_channel.rate() : 0.0f;
-    ptx::copy_async_wait_all();
+    ptx::copy_async_wait_committed();
     __syncwarp();  // the raw gates of channels are the warp's own
     prepare_channels(own, rate, own_channel.bias, is_first_of_key());
     __syncthreads();
+    // One warp's, beside what others prepare.
+    prepare_token_gates(gates, 0, own, true);
     wait_for_records();
     if constexpr (kFlush) deferred = prepare_run_fold(deferred);
     if (is_first_of_key()) append_keys();
@@ -416,15 +464,37 @@ class DeltaRuleStepKernel
     for (int first = 0; first < run_length(); first += fill_tiles()) {
       const int next = min(first + fill_tiles(), run_length());
       wait_for_fill(parity);
-#pragma unroll 1
-      for (int tile = first; tile < next; ++tile) {
-        const Values mine = values;
-        values = load_values(tile + 1);
+      if constexpr (kOverlaps) {
+        // A tile is solved beside the products of the next one.
+        Values mine = values;
+        values = load_values(first + 1);
         Sums sums;
-        const int i = kFillsSeveral ? tile - first : 0;
-        add_up_tile(i, copy_in_stage(i), live, !zero, common, sums);
-        if (tile + 1 == next) refill(next);  // while its outputs are finished
-        solve(tile, mine, common, sums);
+        add_up_tile(0, copy_in_stage(0), live, !zero, common, sums);
+#pragma unroll 1
+        for (int tile = first + 1; tile < next; ++tile) {
+          const Values next_values = values;
+          values = load_values(tile + 1);
+          const int i = tile - first;
+          Sums next_sums;
+          add_up_tile(i, copy_in_stage(i), live, !zero, common, next_sums);
+          store(tile - 1, mine, solve(mine, common, sums));
+          mine = next_values;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) sums[0][j] = next_sums[0][j];
+        }
+        refill(next);  // while the last one is solved
+        store(next - 1, mine, solve(mine, common, sums));
+      } else {
+#pragma unroll 1
+        for (int tile = first; tile < next; ++tile) {
+          const Values mine = values;
+          values = load_values(tile + 1);
+          Sums sums;
+          const int i = kFillsSeveral ? tile - first : 0;
+          add_up_tile(i, copy_in_stage(i), live, !zero, common, sums);
+          if (tile + 1 == next) refill(next);  // while its outputs are finished
+          store(tile, mine, solve(mine, common, sums));
+        }
       }
     }
   }
@@ -448,7 +518,7 @@ class DeltaRuleStepKernel
       Sums sums;
       add_up_tile(0, copy, 0, true, common, sums);
       refill(tile + 1);
-      solve(tile, mine, common, sums);
+      store(tile, mine, solve(mine, common, sums));
     }
   }
 
@@ -489,13 +559,28 @@ class DeltaRuleStepKernel
                                               bool has_state, const Common& common,
                                               Sums& sums) const {
     const int blocks = (own + 3) / 4;
+    const Act* values = staged_values() + i * kDeltaRuleTileRows;
+    const int pitch = launch.shared.value_pitch;
+    const int stride = launch.shared.weight_stride;
     clear(sums);
-    if (has_state) {
+    if constexpr (kOverlaps) {
+      // Records are a chain of products of their own.
+      Sums of_records;
+      clear(of_records);
+      multiply_first_records(values, pitch, records, common.window, of_records);
+      multiply_window(values, pitch, 16, records, weights(0), stride, blocks, common.window,
+                      of_records);
       multiply_tile(i, copy, blocks, common, sums);
       if constexpr (!kChannelDecay) scale_sums(common, sums);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[0][j] += of_records[0][j];
+    } else {
+      if (has_state) {
+        multiply_tile(i, copy, blocks, common, sums);
+        if constexpr (!kChannelDecay) scale_sums(common, sums);
+      }
+      multiply_window(values, pitch, 0, records, weights(0), stride, blocks, common.window, sums);
     }
-    multiply_window(staged_values() + i * kDeltaRuleTileRows, launch.shared.value_pitch, records,
-                    weights(0), launch.shared.weight_stride, blocks, common.window, sums);
     if constexpr (kChannelDecay) scale_sums(common, sums);  // and records
   }
 
@@ -514,15 +599,20 @@ class DeltaRuleStepKernel
     }
   }
 
-  /// Deltas and outputs of the tokens, one after the other: the lane that holds a token's sums
-  /// tells the others of its rows the delta.
-  __device__ __forceinline__ void solve(int tile, const Values& values, const Common& common,
-                                        Sums& sums) const {
-    float d[kBlocks][2];  // of the lane's own tokens
+  /// A tile's deltas, of the lane's own tokens, and outputs.
+  struct Solved {
+    float d[kBlocks][2];
+    float o[kBlocks][2];
+  };
+  /// Of the tokens one after the other: the lane that holds a token's sums tells the others of its
+  /// rows the delta.
+  __device__ __forceinline__ Solved solve(const Values& values, const Common& common,
+                                          Sums& sums) const {
+    Solved out;
     constexpr int kMost = kVariant == DeltaRuleVariant::kSingle ? 1 : kMaxTokens;
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
-      if (i >= own) break;
+      if (!kOverlaps && i >= own) break;
       const int owner = i / 4;
       const float beta_i = kBlocks == 1 ? common.beta : betas()[live + i];
       // Meaningful in the lane of token i.
@@ -534,8 +624,8 @@ class DeltaRuleStepKernel
         d1 = __shfl_sync(kAllLanes, d1, from);
       }
       if (q == i % 4) {
-        d[owner][0] = d0;
-        d[owner][1] = d1;
+        out.d[owner][0] = d0;
+        out.d[owner][1] = d1;
       }
 #pragma unroll
       for (int b = owner; b < kBlocks; ++b) {
@@ -552,20 +642,30 @@ class DeltaRuleStepKernel
         }
       }
     }
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      out.o[b][0] = sums[b][1];
+      out.o[b][1] = sums[b][3];
+    }
+    return out;
+  }
+
+  __device__ __forceinline__ void store(int tile, const Values& values,
+                                        const Solved& solved) const {
     const int row = tile * kDeltaRuleTileRows + g;
     Act* o = static_cast<Act*>(stored_run().output) + row;
     Act* delta = run_ring_delta() + row;
     Act* v = run_ring_v() + row;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      const int t = 4 * b + q;
-      if (t >= own) break;
+      const int t = lane_token(b);
+      if (!has_token(b)) break;
       Act* o_at = o + Row::along(t, p.o_token_stride);
-      o_at[0] = narrow<Act>(sums[b][1]);
-      o_at[8] = narrow<Act>(sums[b][3]);
+      o_at[0] = narrow<Act>(solved.o[b][0]);
+      o_at[8] = narrow<Act>(solved.o[b][1]);
       const int offset = value_offset(live + t);
-      delta[offset] = narrow<Act>(d[b][0]);
-      delta[offset + 8] = narrow<Act>(d[b][1]);
+      delta[offset] = narrow<Act>(solved.d[b][0]);
+      delta[offset + 8] = narrow<Act>(solved.d[b][1]);
       if (p.fast_flush) continue;
       v[offset] = values.v[b][0];
       v[offset + 8] = values.v[b][1];
@@ -598,15 +698,15 @@ class DeltaRuleStepKernel
     return tile < tile_count && token_count > 0 ? widen(token_v(0)[row]) : 0.0f;
   }
 
-  __device__ __forceinline__ void committed() const {
-    load_tokens(0, chunk_length(0));
-    load_records();
+  __device__ __forceinline__ void committed(TokenGates gates) const {
+    if constexpr (!kLoadsFirst) load_prepared();
     const DeferredDecay deferred = load_deferred();
     float v = first_value(0, 0);
     const GateParameters own_channel = load_own_channel();
-    prepare_token_gates(load_token_gates(0, chunk_length(0)), 0, chunk_length(0), false);
-    ptx::copy_async_wait_all();
+    if constexpr (!kLoadsFirst) gates = load_token_gates(0, chunk_length(0));
+    ptx::copy_async_wait_committed();
     __syncthreads();
+    prepare_token_gates(gates, 0, chunk_length(0), false);
     wait_for_records();
     prepare_run_fold(deferred);
     prepare_chunk(0, own_channel);

@@ -32,7 +32,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   using Row = DeltaRuleRow<State, Act, kRows>;
   using Row::first_place, Row::own, Row::p, Row::places, Row::raw_beta, Row::raw_gate,
       Row::ring_beta, Row::ring_decay, Row::ring_k;
-  using Row::folds_values, Row::gate_parameters, Row::is_first_of_head, Row::is_first_of_key;
+  using Row::folds_values, Row::gate_parameters, Row::head, Row::is_first_of_key;
   using Row::lane, Row::launch, Row::live;
   using Row::ring_k_scale, Row::thread, Row::token_decay, Row::token_k;
   using Row::token_q, Row::warp;
@@ -86,16 +86,21 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   __device__ __forceinline__ float* key_scale() const { return at<float>(launch.shared.key_scale); }
   __device__ __forceinline__ float* scale() const { return at<float>(launch.shared.scale); }
 
-  // Of the warp's head.
+  // Of a warp's head: every warp has a table, unless all have one head.
 
-  __device__ __forceinline__ std::int32_t head_at() const {
-    return launch.shared.head + (kOneHead ? 0 : warp * launch.shared.head_bytes);
+  __device__ __forceinline__ std::int32_t head_at(int of_warp) const {
+    return launch.shared.head + (kOneHead ? 0 : of_warp * launch.shared.head_bytes);
   }
+  __device__ __forceinline__ std::int32_t head_at() const { return head_at(warp); }
   /// Decays by entry, where a head has one.
-  __device__ __forceinline__ float* decays() const { return at<float>(head_at()); }
-  __device__ __forceinline__ float* betas() const {
-    return at<float>(head_at() + launch.shared.betas);
+  __device__ __forceinline__ float* decays(int of_warp) const {
+    return at<float>(head_at(of_warp));
   }
+  __device__ __forceinline__ float* decays() const { return decays(warp); }
+  __device__ __forceinline__ float* betas(int of_warp) const {
+    return at<float>(head_at(of_warp) + launch.shared.betas);
+  }
+  __device__ __forceinline__ float* betas() const { return betas(warp); }
 
   // ---- Deferred decays ----
 
@@ -140,7 +145,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   }
   /// Every warp those that it prepares itself (prepare_channels), for which it needs no barrier.
   __device__ __forceinline__ void load_channel_gates(int first, int count) const {
-    const auto* from = static_cast<const unsigned char*>(raw_gate(first).at) + lane * 16;
+    const auto* from = static_cast<const unsigned char*>(raw_gate(head, first, 0).at) + lane * 16;
     for_channels(count, [&](int t, int n) {
       if (lane * 16 >= channels_from(n) * gate_bytes()) return;
       ptx::copy_async_16(
@@ -161,9 +166,11 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   __device__ __forceinline__ bool prepares_head() const { return !kOneHead || warp == 0; }
 
   /// Fewer instructions, but later by the time of a load or more: not where latency counts.
-  static __device__ __forceinline__ bool copies_bulk() { return ptx::kHasBulkCopy && !kDirect; }
+  static __device__ __forceinline__ bool copies_bulk() {
+    return ptx::kHasBulkCopy && kChannelDecay && !kDirect;
+  }
 
-  /// Completes when the live records' keys (and decays of channels) are there.
+  /// Completes when the live records' keys and decays of channels are there.
   __device__ __forceinline__ std::uint64_t* records_barrier() const {
     return at<std::uint64_t>(launch.shared.barriers) + launch.warps;
   }
@@ -180,13 +187,14 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     if (!copies_bulk()) {
       copy_vectors(raw_key(0), key_dim(), live, sizeof(Act), [&](int i) { return ring_k(i); });
       if constexpr (kChannelDecay) {
-        copy_vectors(channel_decay(0), key_dim(), live, 4, [&](int i) { return ring_decay(i); });
+        copy_vectors(channel_decay(0), key_dim(), live, 4,
+                     [&](int i) { return ring_decay(head, i); });
       }
     } else if (thread == 0 && live > 0) {
       // One span of the ring, or two where it wraps.
       std::uint64_t* bar = records_barrier();
       const int key_bytes = key_dim() * static_cast<int>(sizeof(Act));
-      const int decay_bytes = kChannelDecay ? key_dim() * 4 : 0;
+      const int decay_bytes = key_dim() * 4;
       ptx::mbarrier_arrive_expect(bar,
                                   static_cast<std::uint32_t>(live * (key_bytes + decay_bytes)));
       const int unwrapped = min(live, places - first_place);
@@ -194,10 +202,8 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
         const int count = first == 0 ? unwrapped : live - unwrapped;
         ptx::bulk_copy(raw_key(first), ring_k(first), static_cast<std::uint32_t>(count * key_bytes),
                        bar, ptx::kEvictFirst);
-        if constexpr (kChannelDecay) {
-          ptx::bulk_copy(channel_decay(first), ring_decay(first),
-                         static_cast<std::uint32_t>(count * decay_bytes), bar, ptx::kEvictFirst);
-        }
+        ptx::bulk_copy(channel_decay(first), ring_decay(head, first),
+                       static_cast<std::uint32_t>(count * decay_bytes), bar, ptx::kEvictFirst);
         if (first > 0) break;
       }
     }
@@ -205,8 +211,8 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
       ptx::copy_async_4(key_scale() + i, ring_k_scale(i));
     }
     for (int i = lane; i < live && prepares_head(); i += kWarpLanes) {
-      if constexpr (!kChannelDecay) ptx::copy_async_4(decays() + i, ring_decay(i));
-      if (folds_values()) ptx::copy_async_4(betas() + i, ring_beta(i));
+      if constexpr (!kChannelDecay) ptx::copy_async_4(decays() + i, ring_decay(head, i));
+      if (folds_values()) ptx::copy_async_4(betas() + i, ring_beta(head, i));
     }
   }
 
@@ -265,10 +271,11 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     if (lane == 0) scale()[c] = unit;
     if (to_vectors) store_scaled(raw, unit, vector(c));
   }
-  /// The first column that the warp scales: the other warps have keys, products or gates to
-  /// prepare.
+  /// The first column that the warp scales: other warps have keys, products or gates to prepare.
   __device__ __forceinline__ int first_column() const {
-    return kChannelDecay ? warp : launch.warps - 1 - warp;
+    if constexpr (kChannelDecay) return warp;
+    if constexpr (kDirect) return launch.warps - 1 - warp;
+    return warp == launch.warps - 1 ? warp : launch.warps - 2 - warp;
   }
   /// Those of the loaded tokens' k and q, a vector per warp.
   __device__ __forceinline__ void scale_tokens(int count, bool to_vectors) const {
@@ -390,7 +397,26 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     return product_of_later(first + lane < records ? decays()[first + lane] : 1.0f, lane, later);
   }
 
-  /// Gates of tokens first.. as loaded, by lanes. Beside decays of channels numbers are widened at
+  /// The gate that a thread prepares: of token t for a warp's table. The block's last threads do
+  /// for all tables at once what would take every warp as long.
+  struct GateJob {
+    int t, of_warp;
+    bool present;
+  };
+  __device__ __forceinline__ GateJob gate_job(int count) const {
+    static_assert(2 * kMaxTokens <= kWarpLanes);
+    if constexpr (kOneHead) return {lane, warp, warp == 0 && lane < count};
+    const int bits = kWarpLanes - __clz(launch.warps - 1);
+    const int job = block_threads() - 1 - thread;
+    const int of_warp = job & ((1 << bits) - 1);
+    const int t = job >> bits;
+    return {t, of_warp, of_warp < launch.warps && t < count};
+  }
+  __device__ __forceinline__ typename Row::Run run_of(const GateJob& job) const {
+    return kOneHead ? Row::own_run() : Row::run_of(job.of_warp);
+  }
+
+  /// Gates of tokens first.. as loaded, by jobs. Beside decays of channels numbers are widened at
   /// once: measured on an H200, 0.4 us less at batch 1 in place, where everything else is the same.
   using Loaded = LoadedNumber<std::conditional_t<kChannelDecay, float, Act>>;
   struct TokenGates {
@@ -407,30 +433,33 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   }
   __device__ __forceinline__ TokenGates load_token_gates(int first, int count) const {
     TokenGates out{};
-    if (lane >= count || !prepares_head()) return out;
-    out.beta = load_number(raw_beta(first + lane));
+    const GateJob job = gate_job(count);
+    if (!job.present) return out;
+    const int of_head = run_of(job).head;
+    out.beta = load_number(raw_beta(of_head, first + job.t));
     if constexpr (!kChannelDecay) {
-      out.parameters = gate_parameters(0);
-      out.gate = load_number(raw_gate(first + lane));
+      out.parameters = gate_parameters(of_head, 0);
+      out.gate = load_number(raw_gate(of_head, first + job.t, 0));
     }
     return out;
   }
-  /// Betas of tokens first.. for the warp's head, and decays where a head has one, as entries after
-  /// the live records. `append` records them.
+  /// Betas of tokens first.., and decays where a head has one, as entries after the live records of
+  /// the tables. `append` records them. Then comes a barrier of the block.
   __device__ __forceinline__ void prepare_token_gates(const TokenGates& loaded, int first,
                                                       int count, bool append) const {
-    static_assert(kMaxTokens <= kWarpLanes);
-    if (lane >= count || !prepares_head()) return;
-    const bool records = append && is_first_of_head();
-    const int entry = live + first + lane;
+    const GateJob job = gate_job(count);
+    if (!job.present) return;
+    const auto run = run_of(job);
+    const bool records = append && Row::is_first_of_head(run);
+    const int entry = live + first + job.t;
     const float beta = delta_rule_beta(loaded.beta.value(p.beta_is_f32), p.beta_doubled);
-    betas()[live + lane] = beta;
-    if (records && !p.fast_flush) *ring_beta(entry) = beta;
+    betas(job.of_warp)[live + job.t] = beta;
+    if (records && !p.fast_flush) *ring_beta(run.head, entry) = beta;
     if constexpr (!kChannelDecay) {
       const float factor = token_decay(loaded.gate.value(p.gate_is_f32), loaded.parameters.rate(),
                                        loaded.parameters.bias);
-      decays()[live + lane] = factor;
-      if (records) *ring_decay(entry) = factor;
+      decays(job.of_warp)[live + job.t] = factor;
+      if (records) *ring_decay(run.head, entry) = factor;
     }
   }
 
@@ -456,7 +485,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     if constexpr (!kChannelDecay) return {};
     const int n = warp % channel_slices() * kWarpLanes + lane;
     const bool present = has_own_channel() && (!kMasked || n < key_dim());
-    return gate_parameters(present ? n : 0);
+    return gate_parameters(head, present ? n : 0);
   }
   /// Decays of all channels for the loaded tokens; `append` records them. `rate`: exp(A_log).
   __device__ __forceinline__ void prepare_channels(int count, float rate, float own_bias,
@@ -473,15 +502,15 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
         }
         __syncwarp();
         if (!present) return;
-        prepare_channel(t, n, raw, rate, has_own_channel() ? own_bias : gate_parameters(n).bias,
-                        append);
+        prepare_channel(t, n, raw, rate,
+                        has_own_channel() ? own_bias : gate_parameters(head, n).bias, append);
       });
     }
   }
   __device__ __forceinline__ void prepare_channel(int t, int n, float raw, float rate, float bias,
                                                   bool append) const {
     const float decay = token_decay(raw, rate, bias);
-    if (append) ring_decay(live + t)[n] = decay;
+    if (append) ring_decay(head, live + t)[n] = decay;
     token_channel_decay(t)[n] = decay;
   }
 

@@ -140,41 +140,59 @@ class DeltaRuleProducts {
     return out;
   }
 
-  /// sums[v, c] += sum_e records[e, v] weights[c, e] over the window's live records, 16 at a time.
-  /// Records are `pitch` elements apart. Weights are zero from `live` to the next multiple of 16;
-  /// records beyond `live` may hold anything. `first_terms`: those of the first 16 records, for one
-  /// block of columns; unused where there are more blocks, or fp32 records.
-  __device__ __forceinline__ void multiply_window(const Act* records, int pitch, int live,
-                                                  const float* weights, int weight_stride,
+  /// sums[v, c] += sum_e records[e, v] weights[c, e] over the window's live records from `first`
+  /// on, 16 at a time. Records are `pitch` elements apart. Weights are zero from `live` to the next
+  /// multiple of 16; records beyond `live` may hold anything. `first_terms`: those of the first 16
+  /// records, for one block of columns; unused where there are more blocks, or fp32 records.
+  __device__ __forceinline__ void multiply_window(const Act* records, int pitch, int first,
+                                                  int live, const float* weights, int weight_stride,
                                                   int blocks, const WeightTerms& first_terms,
                                                   Sums& sums) const {
 #pragma unroll 1
-    for (int first = 0; first < live; first += 16) {
+    for (; first < live; first += 16) {
       if constexpr (sizeof(Act) == 4) {
         multiply_records_tf32(records, pitch, live, weights, weight_stride, first, blocks, sums);
       } else {
-        // Matrix i of the load: entries 8 (i / 2).., rows 8 (i % 2)..
-        std::uint32_t a[4];
-        const int lane = 4 * g + q;
-        const int entry = min(first + 8 * (lane / 16) + lane % 8, live - 1);
-        ptx::load_matrices_transposed(a, records + entry * pitch + 8 * (lane / 8 % 2));
+        multiply_records(
+            records, pitch, live, first, blocks,
+            [&](int b) {
+              return kBlocks == 1 && first == 0 ? first_terms
+                                                : weight_terms(weights, weight_stride, first, b);
+            },
+            sums);
+      }
+    }
+  }
+  /// The same of the first 16 records, bf16, for one block of columns, without a branch: where
+  /// there are none `terms` are zero and record 0 is finite.
+  __device__ __forceinline__ void multiply_first_records(const Act* records, int pitch, int live,
+                                                         const WeightTerms& terms,
+                                                         Sums& sums) const {
+    multiply_records(records, pitch, live, 0, 1, [&](int) { return terms; }, sums);
+  }
+
+ private:
+  /// terms_of(b): the weights of records first.. for block b of columns.
+  template <typename TermsOf>
+  __device__ __forceinline__ void multiply_records(const Act* records, int pitch, int live,
+                                                   int first, int blocks, TermsOf terms_of,
+                                                   Sums& sums) const {
+    // Matrix i of the load: entries 8 (i / 2).., rows 8 (i % 2)..
+    std::uint32_t a[4];
+    const int lane = 4 * g + q;
+    const int entry = min(first + 8 * (lane / 16) + lane % 8, max(live - 1, 0));
+    ptx::load_matrices_transposed(a, records + entry * pitch + 8 * (lane / 8 % 2));
 #pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {
-          if (kBlocks > 1 && b >= blocks) break;
-          const WeightTerms terms = kBlocks == 1 && first == 0
-                                        ? first_terms
-                                        : weight_terms(weights, weight_stride, first, b);
+    for (int b = 0; b < kBlocks; ++b) {
+      if (kBlocks > 1 && b >= blocks) break;
+      const WeightTerms terms = terms_of(b);
 #pragma unroll
-          for (int term = 0; term < kWeightTerms; ++term) {
-            ptx::mma_bf16(sums[b], a[0], a[1], a[2], a[3], terms.word[term][0],
-                          terms.word[term][1]);
-          }
-        }
+      for (int term = 0; term < kWeightTerms; ++term) {
+        ptx::mma_bf16(sums[b], a[0], a[1], a[2], a[3], terms.word[term][0], terms.word[term][1]);
       }
     }
   }
 
- private:
   __device__ __forceinline__ void multiply_records_tf32(const Act* records, int pitch, int live,
                                                         const float* weights, int weight_stride,
                                                         int first, int blocks, Sums& sums) const {

@@ -25,16 +25,27 @@ class DeltaRuleRow : protected RowOfStep {
     lane = thread % kWarpLanes;
     warp = thread / kWarpLanes;
     key_head = group_of_block();
-    const int run = block_in_group() * launch.warps + warp;
+    const Run run = run_of(warp);
+    head = run.head;
+    tile_count = run.tiles;
+    first_row = run.first_tile * kRows;
+  }
+
+  struct Run {
+    int head, first_tile, tiles;
+  };
+  __device__ __forceinline__ Run own_run() const { return {head, first_row / kRows, tile_count}; }
+  /// Of a warp of the block.
+  __device__ __forceinline__ Run run_of(int warp_of_block) const {
+    const int run = block_in_group() * launch.warps + warp_of_block;
     // A key head's last block may have warps without a run.
     const bool has_run = run < launch.runs_per_key;
     const int head_in_key =
         has_run ? static_cast<int>(__umulhi(2u * static_cast<unsigned>(run), launch.head_of_run))
                 : 0;
     const int first_tile = has_run ? (run - head_in_key * launch.runs_per_head) * launch.tiles : 0;
-    head = key_head * launch.heads_per_key + head_in_key;
-    tile_count = has_run ? min(launch.tiles, launch.tiles_per_head - first_tile) : 0;
-    first_row = first_tile * kRows;
+    return {key_head * launch.heads_per_key + head_in_key, first_tile,
+            has_run ? min(launch.tiles, launch.tiles_per_head - first_tile) : 0};
   }
 
   /// Records are folded by re-running the recurrence from their v, and not by their deltas.
@@ -42,8 +53,8 @@ class DeltaRuleRow : protected RowOfStep {
     return kind != PlannedRow::kReplay && !p.fast_flush;
   }
   /// Exactly one run of a head appends what the head records once.
-  __device__ __forceinline__ bool is_first_of_head() const {
-    return tile_count > 0 && first_row == 0;
+  static __device__ __forceinline__ bool is_first_of_head(const Run& run) {
+    return run.tiles > 0 && run.first_tile == 0;
   }
   /// Exactly one block of a key head appends what the key head records once.
   static __device__ __forceinline__ bool is_first_of_key() { return block_in_group() == 0; }
@@ -97,13 +108,12 @@ class DeltaRuleRow : protected RowOfStep {
   __device__ __forceinline__ int value_offset(int entry) const {
     return place(entry) * static_cast<int>(p.shape.value_dim);
   }
-  /// Of the run's head.
-  __device__ __forceinline__ float* ring_decay(int entry) const {
-    return p.ring_decay + slot * p.ring_decay_slot_stride + along(head, p.ring_decay_head_stride) +
-           along(place(entry), launch.decays);
+  __device__ __forceinline__ float* ring_decay(int of_head, int entry) const {
+    return p.ring_decay + slot * p.ring_decay_slot_stride +
+           along(of_head, p.ring_decay_head_stride) + along(place(entry), launch.decays);
   }
-  __device__ __forceinline__ float* ring_beta(int entry) const {
-    return p.ring_beta + slot * p.ring_beta_slot_stride + along(head, p.ring_beta_head_stride) +
+  __device__ __forceinline__ float* ring_beta(int of_head, int entry) const {
+    return p.ring_beta + slot * p.ring_beta_slot_stride + along(of_head, p.ring_beta_head_stride) +
            place(entry);
   }
   __device__ __forceinline__ const Act* token_q(int t) const {
@@ -134,13 +144,14 @@ class DeltaRuleRow : protected RowOfStep {
     const auto* bytes = static_cast<const unsigned char*>(data);
     return {bytes + index * (is_f32 ? 4 : static_cast<int>(sizeof(Act))), is_f32};
   }
-  __device__ __forceinline__ Raw raw_gate(int t, int channel = 0) const {
+  /// `channel`: 0 where a head has one decay.
+  __device__ __forceinline__ Raw raw_gate(int of_head, int t, int channel) const {
     return raw(
         p.gate, p.gate_is_f32,
-        along(token_begin + t, p.gate_token_stride) + along(head, p.gate_head_stride) + channel);
+        along(token_begin + t, p.gate_token_stride) + along(of_head, p.gate_head_stride) + channel);
   }
-  __device__ __forceinline__ Raw raw_beta(int t) const {
-    return raw(p.beta, p.beta_is_f32, along(token_begin + t, p.beta_token_stride) + head);
+  __device__ __forceinline__ Raw raw_beta(int of_head, int t) const {
+    return raw(p.beta, p.beta_is_f32, along(token_begin + t, p.beta_token_stride) + of_head);
   }
   /// The model's part of a gate.
   struct GateParameters {
@@ -148,10 +159,9 @@ class DeltaRuleRow : protected RowOfStep {
 
     __device__ __forceinline__ float rate() const { return exp_f32(a_log); }
   };
-  /// `channel`: 0 where a head has one decay.
-  __device__ __forceinline__ GateParameters gate_parameters(int channel) const {
-    return {p.a_log == nullptr ? 0.0f : p.a_log[head],
-            p.dt_bias == nullptr ? 0.0f : p.dt_bias[head * launch.decays + channel]};
+  __device__ __forceinline__ GateParameters gate_parameters(int of_head, int channel) const {
+    return {p.a_log == nullptr ? 0.0f : p.a_log[of_head],
+            p.dt_bias == nullptr ? 0.0f : p.dt_bias[of_head * launch.decays + channel]};
   }
   __device__ __forceinline__ float token_decay(float raw_gate, float rate, float bias) const {
     const float u = __fadd_rn(raw_gate, bias);

@@ -62,8 +62,12 @@ class DeltaRuleWeights : protected DeltaRulePreparation<State, Act, kChannelDeca
   }
   /// `deferred`: what the checkpoint is to be multiplied by.
   __device__ __forceinline__ void finish_weights(int records, DeferredDecay deferred) const {
-    if constexpr (!kChannelDecay) {
-      if (own > 0) prepare_weights(records, deferred);
+    if constexpr (kChannelDecay) return;
+    if (own == 0) return;
+    if constexpr (kBlocks == 1) {
+      prepare_few_weights<kVariant == DeltaRuleVariant::kSingle ? 1 : 4>(records, deferred);
+    } else {
+      prepare_weights(records, deferred);
     }
   }
 
@@ -312,6 +316,50 @@ class DeltaRuleWeights : protected DeltaRulePreparation<State, Act, kChannelDeca
       if (i > t) continue;
       float weight = scale()[c] * scale()[2 * i];
       for (int s = i + 1; s <= t; ++s) weight *= decays()[live + s];
+      own_weights(c)[i] = weight * scores(c)[own_score() + i];
+    }
+    __syncwarp();
+  }
+  /// The same for up to kTokens tokens, whose columns fit into a lane's registers.
+  template <int kTokens>
+  __device__ __forceinline__ void prepare_few_weights(int records, DeferredDecay deferred) const {
+    constexpr int kColumns = 2 * kTokens;
+    float decay[kTokens], column[kColumns];
+    float product = 1.0f;
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      decay[t] = t < own ? decays()[live + t] : 1.0f;
+      product *= decay[t];
+      column[2 * t] = scale()[2 * t] * product;
+      column[2 * t + 1] = scale()[2 * t + 1] * product;
+    }
+    float later = 1.0f;
+#pragma unroll 1
+    for (int first = last_group(records); first >= 0; first -= kWarpLanes) {
+      const int entry = first + lane;
+      const bool is_record = entry < records;
+      float factor = is_record ? key_scale()[entry] : 0.0f;
+      factor *= later_decays(first, records, later);
+      if (entry >= (records + 15) / 16 * 16) continue;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        weights(c)[entry] = is_record ? factor * column[c] * scores(c)[entry] : 0.0f;
+      }
+    }
+    // A lane has a column, then a column and an own token.
+    float mine = column[0];
+#pragma unroll
+    for (int c = 1; c < kColumns; ++c) mine = lane == c ? column[c] : mine;
+    if (lane < kColumns) state_weights()[lane] = mine * later * deferred.value();
+    const int c = lane / kTokens;
+    const int i = lane % kTokens;
+    const int t = c / 2;
+    if (i <= t && t < own) {
+      float weight = scale()[c] * scale()[2 * i];
+#pragma unroll
+      for (int s = 1; s < kTokens; ++s) {
+        if (s > i && s <= t) weight *= decay[s];
+      }
       own_weights(c)[i] = weight * scores(c)[own_score() + i];
     }
     __syncwarp();

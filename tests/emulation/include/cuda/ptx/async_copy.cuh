@@ -53,10 +53,20 @@ inline void copy_async_16(void* shared, const void* global) {
 inline void copy_async_4(void* shared, const void* global) {
   emulation::current().copies.push_back(emulation::add_copy(shared, global, 4));
 }
-inline void copy_async_wait_all() {
+inline void copy_async_commit() {
+  emulation::current().committed_copies = emulation::current().copies.size();
+}
+inline void copy_async_wait_committed() {
   std::vector<std::size_t>& copies = emulation::current().copies;
-  for (const std::size_t copy : copies) emulation::land(copy);
-  copies.clear();
+  const auto end =
+      copies.begin() + static_cast<std::ptrdiff_t>(emulation::current().committed_copies);
+  std::for_each(copies.begin(), end, emulation::land);
+  copies.erase(copies.begin(), end);
+  emulation::current().committed_copies = 0;
+}
+inline void copy_async_wait_all() {
+  copy_async_commit();
+  copy_async_wait_committed();
 }
 inline void copy_async_arrive(std::uint64_t* at) {
   emulation::Barrier& barrier = emulation::barrier(at);
