@@ -241,8 +241,9 @@ __device__ __forceinline__ Tf32Pair split_tf32(float x, std::uint32_t mask = kTf
 /// The same with a bit less in high, to 2^-20: for products with numbers that are tf32 as they are.
 /// Where both factors are split, the product of their rests is left out, and would be four times as
 /// large. Of kTf32Mask the assembler sees that it is for nothing, as tensor cores ignore the other
-/// bits: it passes x, and moves every x to where the product wants it. Where that counts and both
-/// factors are split, the mask is a parameter of the kernel.
+/// bits: it passes x for x & mask, and as the rest is formed of x, too, moves every x to where the
+/// product wants it. Where that counts and both factors are split, the mask is a parameter of the
+/// kernel.
 __device__ __forceinline__ Tf32Pair split_tf32_for_exact(float x) {
   return split_tf32(x, 0xffffc000u);
 }

@@ -30,9 +30,13 @@ struct alignas(16) PlannedRow {
 static_assert(sizeof(PlannedRow) == 32);
 
 /// Where a step's plan has its rows that flush: before the others, or evenly among those of its
-/// first quarters, of which there are as many. The last part is without, so that no flush ends
-/// last.
-enum class FlushPlaces : std::uint8_t { kFirst, kFirstQuarter, kFirstHalf, kFirstThreeQuarters };
+/// first quarters, as many as the value says. The last part is without, so that no flush ends last.
+enum class FlushPlaces : std::uint8_t {
+  kFirst = 0,
+  kFirstQuarter = 1,
+  kFirstHalf = 2,
+  kFirstThreeQuarters = 3
+};
 
 struct PlanParams {
   const DeviceRow* rows = nullptr;  // (rows)

@@ -134,9 +134,7 @@ struct DeltaRuleLaunch {
   std::int32_t act_pitch = 0;       // elements from one vector in shared memory to the next
   std::int32_t vector_pitch = 0;    // the same for fp32
   std::int32_t prefetch_bytes = 0;  // into L2: of the tile that comes next
-  // What tf32 keeps of a number. A parameter, because the assembler would see of a constant that
-  // tensor cores ignore the other bits: it passes x for x & mask, and as the rest is formed of x,
-  // too, moves every x to where the product wants it.
+  // kTf32Mask as a parameter of the kernel (cuda/vector.cuh says what for).
   std::uint32_t tf32_mask = 0xffffe000u;
 };
 

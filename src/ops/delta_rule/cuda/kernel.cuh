@@ -104,6 +104,7 @@ class DeltaRuleStepKernel
   // One token on an fp32 state is multiplied without tensor cores.
   static constexpr bool kScalar =
       kVariant == DeltaRuleVariant::kSingle && sizeof(State) == 4 && !kHasCopy;
+  // Whether there are launches that prefetch (config.cc).
   static constexpr bool kMayPrefetch =
       sizeof(State) == 4 && !kHasCopy && !kChannelDecay && kBlocks == 1;
   // Whether what the block prepares is asked for before the tiles, for which a warp waits later.
@@ -420,7 +421,7 @@ class DeltaRuleStepKernel
     __syncwarp();  // the raw gates of channels are the warp's own
     prepare_channels(own, rate, own_channel.bias, is_first_of_key());
     __syncthreads();
-    // One warp's, beside what others prepare.
+    // A few threads', beside what others prepare.
     prepare_token_gates(gates, 0, own, true);
     wait_for_records();
     if constexpr (kFlush) deferred = prepare_run_fold(deferred);

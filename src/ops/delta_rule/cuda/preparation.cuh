@@ -175,7 +175,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     return at<std::uint64_t>(launch.shared.barriers) + launch.warps;
   }
   __device__ __forceinline__ void init_records_barrier() const {
-    if (thread == 0) ptx::mbarrier_init(records_barrier(), 1);
+    if (copies_bulk() && thread == 0) ptx::mbarrier_init(records_barrier(), 1);
   }
   /// After a barrier of the block.
   __device__ __forceinline__ void wait_for_records() const {
@@ -412,7 +412,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     const int t = job >> bits;
     return {t, of_warp, of_warp < launch.warps && t < count};
   }
-  __device__ __forceinline__ typename Row::Run run_of(const GateJob& job) const {
+  __device__ __forceinline__ typename Row::Run run_of_job(const GateJob& job) const {
     return kOneHead ? Row::own_run() : Row::run_of(job.of_warp);
   }
 
@@ -435,7 +435,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     TokenGates out{};
     const GateJob job = gate_job(count);
     if (!job.present) return out;
-    const int of_head = run_of(job).head;
+    const int of_head = run_of_job(job).head;
     out.beta = load_number(raw_beta(of_head, first + job.t));
     if constexpr (!kChannelDecay) {
       out.parameters = gate_parameters(of_head, 0);
@@ -449,7 +449,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
                                                       int count, bool append) const {
     const GateJob job = gate_job(count);
     if (!job.present) return;
-    const auto run = run_of(job);
+    const auto run = run_of_job(job);
     const bool records = append && Row::is_first_of_head(run);
     const int entry = live + first + job.t;
     const float beta = delta_rule_beta(loaded.beta.value(p.beta_is_f32), p.beta_doubled);

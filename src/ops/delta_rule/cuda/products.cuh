@@ -164,7 +164,7 @@ class DeltaRuleProducts {
     }
   }
   /// The same of the first 16 records, bf16, for one block of columns, without a branch: where
-  /// there are none `terms` are zero and record 0 is finite.
+  /// there are none `terms` are zero and record 0 is finite (cleared, or one that has been folded).
   __device__ __forceinline__ void multiply_first_records(const Act* records, int pitch, int live,
                                                          const WeightTerms& terms,
                                                          Sums& sums) const {

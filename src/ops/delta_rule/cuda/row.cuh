@@ -60,7 +60,8 @@ class DeltaRuleRow : protected RowOfStep {
   static __device__ __forceinline__ bool is_first_of_key() { return block_in_group() == 0; }
 
   /// Makes this object's values new ones to the compiler. What a branch with many registers in use
-  /// has to spill is then spilled there, and not where the other branches would have to load it.
+  /// has to spill is then spilled there, and not where the other branches would have to load it;
+  /// and what has been computed of the values does not stay in registers.
   __device__ __forceinline__ void isolate() {
     asm volatile("" : "+r"(thread), "+r"(lane), "+r"(warp), "+r"(places), "+r"(key_head));
     asm volatile("" : "+r"(head), "+r"(first_row), "+r"(tile_count), "+r"(slot), "+r"(live));
