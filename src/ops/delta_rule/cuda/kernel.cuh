@@ -226,6 +226,7 @@ class DeltaRuleStepKernel
   /// first record, which products multiply by zero.
   __device__ __forceinline__ void clear_stage(int tiles) const {
     const auto clear = [&](unsigned char* from, int bytes) {
+#pragma unroll 1
       for (int i = lane * 16; i < bytes; i += kWarpLanes * 16) {
         *reinterpret_cast<uint4*>(from + i) = uint4{};
       }
@@ -274,9 +275,13 @@ class DeltaRuleStepKernel
       const Act* ring =
           (folds_values() ? run_ring_v() : run_ring_delta()) + tile * kDeltaRuleTileRows + offset;
       Act* to = staged_values() + offset;
-      for (int entry = lane >> shift; entry < live; entry += kWarpLanes >> shift) {
+      const auto copy = [&](int entry) {
         ptx::copy_async_16(to + entry * launch.shared.value_pitch, ring + value_offset(entry));
-      }
+      };
+      int entry = lane >> shift;
+      if (entry < live) copy(entry);  // which most often is all
+#pragma unroll 1
+      for (entry += kWarpLanes >> shift; entry < live; entry += kWarpLanes >> shift) copy(entry);
     }
     ptx::copy_async_arrive(bar);
   }

@@ -126,6 +126,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   __device__ __forceinline__ void copy_vectors(void* to, int pitch, int rows, int size,
                                                From from) const {
     const int chunks = key_dim() * size / 16;
+#pragma unroll 1
     for (int i = thread; i < rows * chunks; i += block_threads()) {
       const int row = i / chunks;
       const int chunk = i % chunks;
@@ -138,12 +139,31 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   /// k, q (and gates of channels) of tokens first..
   __device__ __forceinline__ void load_tokens(int first, int count) const {
     constexpr int kSize = static_cast<int>(sizeof(Act));
-    copy_vectors(raw_token(0), act_pitch(), 2 * count, kSize, [&](int c) {
-      return c % 2 == 0 ? token_k(first + c / 2) : token_q(first + c / 2);
-    });
-    if constexpr (kChannelDecay) load_channel_gates(first, count);
+    if constexpr (kChannelDecay) {
+      load_token_vectors(first, count);
+      load_channel_gates(first, count);
+    } else {
+      copy_vectors(raw_token(0), act_pitch(), 2 * count, kSize, [&](int c) {
+        return c % 2 == 0 ? token_k(first + c / 2) : token_q(first + c / 2);
+      });
+    }
   }
-  /// Every warp those that it prepares itself (prepare_channels), for which it needs no barrier.
+  // Where every channel has its own decay, a warp loads what it prepares itself, for which it needs
+  // no barrier: token t is warp t's, modulo their number.
+
+  __device__ __forceinline__ void load_token_vectors(int first, int count) const {
+    const int chunks = key_dim() / kActPerChunk;
+#pragma unroll 1
+    for (int t = warp; t < count; t += launch.warps) {
+#pragma unroll 1
+      for (int i = lane; i < 2 * chunks; i += kWarpLanes) {
+        const bool is_q = i >= chunks;
+        const int offset = (is_q ? i - chunks : i) * kActPerChunk;
+        ptx::copy_async_16(raw_token(is_q ? 2 * t + 1 : 2 * t) + offset,
+                           (is_q ? token_q(first + t) : token_k(first + t)) + offset);
+      }
+    }
+  }
   __device__ __forceinline__ void load_channel_gates(int first, int count) const {
     const auto* from = static_cast<const unsigned char*>(raw_gate(head, first, 0).at) + lane * 16;
     for_channels(count, [&](int t, int n) {
@@ -198,6 +218,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
       ptx::mbarrier_arrive_expect(bar,
                                   static_cast<std::uint32_t>(live * (key_bytes + decay_bytes)));
       const int unwrapped = min(live, places - first_place);
+#pragma unroll 1
       for (int first = 0; first < live; first += unwrapped) {
         const int count = first == 0 ? unwrapped : live - unwrapped;
         ptx::bulk_copy(raw_key(first), ring_k(first), static_cast<std::uint32_t>(count * key_bytes),
@@ -207,9 +228,11 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
         if (first > 0) break;
       }
     }
+#pragma unroll 1
     for (int i = thread; i < live; i += block_threads()) {
       ptx::copy_async_4(key_scale() + i, ring_k_scale(i));
     }
+#pragma unroll 1
     for (int i = lane; i < live && prepares_head(); i += kWarpLanes) {
       if constexpr (!kChannelDecay) ptx::copy_async_4(decays() + i, ring_decay(head, i));
       if (folds_values()) ptx::copy_async_4(betas() + i, ring_beta(head, i));
@@ -279,6 +302,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   }
   /// Those of the loaded tokens' k and q, a vector per warp.
   __device__ __forceinline__ void scale_tokens(int count, bool to_vectors) const {
+#pragma unroll 1
     for (int c = first_column(); c < 2 * count; c += launch.warps) {
       scale_token(c, load_lane(raw_token(c)), to_vectors);
     }
@@ -314,6 +338,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     if (launch.shared.keys_replace_raw) {
       replace_raw_keys();
     } else {
+#pragma unroll 1
       for (int i = warp; i < live; i += launch.warps) {
         store_scaled(load_lane(raw_key(i)), key_scale()[i], key(i));
       }
@@ -321,6 +346,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
     if (kChannelDecay || !prepares_records()) return deferred;
     if (folds_values()) return defer_records(deferred);
     float later = 1.0f;
+#pragma unroll 1
     for (int first = last_group(live); first >= 0; first -= kWarpLanes) {
       const float factor = later_decays(first, live, later);
       if (first + lane < live) decays()[first + lane] = factor;
@@ -473,6 +499,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   /// f(token, first channel) for those that are the warp's.
   template <typename F>
   __device__ __forceinline__ void for_channels(int count, F f) const {
+#pragma unroll 1
     for (int i = warp; i < count * channel_slices(); i += launch.warps) {
       f(i / channel_slices(), i % channel_slices() * kWarpLanes);
     }
@@ -516,6 +543,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
 
   __device__ __forceinline__ void append_keys() const {
     const int chunks = key_dim() / kActPerChunk;
+#pragma unroll 1
     for (int i = thread; i < own * chunks; i += block_threads()) {
       const int t = i / chunks;
       const int offset = i % chunks * kActPerChunk;
@@ -527,6 +555,7 @@ class DeltaRulePreparation : protected DeltaRuleRow<State, Act, kRows> {
   /// After a barrier behind the tokens' scales.
   __device__ __forceinline__ void append_key_scales() const {
     if (own == 0 || !is_first_of_key()) return;
+#pragma unroll 1
     for (int t = thread; t < own; t += block_threads()) *ring_k_scale(live + t) = scale()[2 * t];
   }
 

@@ -89,6 +89,7 @@ class DeltaRuleWeights : protected DeltaRulePreparation<State, Act, kChannelDeca
     const int g = lane / 4;
     const int q = lane % 4;
     const int record_jobs = (records + 7) / 8;
+#pragma unroll 1
     for (int job = warp; job < record_jobs + (own + 7) / 8; job += launch.warps) {
       const bool is_record = job < record_jobs;
       const int first = is_record ? 8 * job : 8 * (job - record_jobs);
@@ -184,6 +185,7 @@ class DeltaRuleWeights : protected DeltaRulePreparation<State, Act, kChannelDeca
     }
     // Products take sixteen records at once: zeros up to the next multiple.
     const int padding = -records & 15;
+#pragma unroll 1
     for (int i = thread; i < 32 * own; i += block_threads()) {
       if (i % 16 < padding) weights(i / 16)[records + i % 16] = 0.0f;
     }
@@ -213,7 +215,10 @@ class DeltaRuleWeights : protected DeltaRulePreparation<State, Act, kChannelDeca
     constexpr int kLanes = kWarpLanes / kSums;  // that get a sum
     const int c = lane / kLanes % kGroup;
     const int record = lane / kLanes / kGroup;  // of those at once, from the newest on
-    const int share = (records + launch.warps - 1) / launch.warps;
+    // As many as are turned into weights at once, or a multiple: the last warp, which has more to
+    // do, has none of few records.
+    const int at_once = kRecordsAtOnce * launch.warps;
+    const int share = (records + at_once - 1) / at_once * kRecordsAtOnce;
     const int begin = warp * share;
     const int end = min(begin + share, records);
     Vector later;
