@@ -110,6 +110,12 @@ class DeltaRuleStepKernel
   // Whether what the block prepares is asked for before the tiles, for which a warp waits later.
   // Blocks with decays of channels have more to prepare than to wait for.
   static constexpr bool kLoadsFirst = !kChannelDecay;
+  // Whether rows that flush are prepared by the code of those that do not: with decays of channels
+  // it is long, and executed once by a block. With one decay per head it is shorter, and what
+  // flushes need of it costs the others registers.
+  static constexpr bool kSharesPreparation = kChannelDecay;
+  /// Whether a function's tentative rows flush.
+  enum class Flushes { kNone, kAll, kSome };
   // What all tiles of a run are multiplied with stays in registers where it fits.
   static constexpr bool kKeepColumns =
       kBlocks == 1 && (!kChannelDecay || sizeof(State) == 2 || kHasCopy);
@@ -137,14 +143,16 @@ class DeltaRuleStepKernel
       kernel.init_barriers();
     }
     kernel.fill(0);
-    if (kernel.kind == PlannedRow::kReplay) {
-      kernel.template tentative<false>(gates);
+    if (kSharesPreparation && kernel.kind != PlannedRow::kCommitted) {
+      kernel.template tentative<Flushes::kSome>(gates);
+    } else if (kernel.kind == PlannedRow::kReplay) {
+      kernel.template tentative<Flushes::kNone>(gates);
     } else {
       kernel.isolate();
       if (kernel.kind == PlannedRow::kCommitted) {
         kernel.committed(gates);
       } else {
-        kernel.template tentative<true>(gates);
+        kernel.template tentative<Flushes::kAll>(gates);
       }
     }
   }
@@ -413,9 +421,11 @@ class DeltaRuleStepKernel
     ptx::copy_async_commit();
   }
 
-  template <bool kFlush>
-  __device__ __forceinline__ void tentative(TokenGates gates) const {
-    const int records = kFlush ? 0 : live;  // that outputs see
+  template <Flushes kFlushes>
+  __device__ __forceinline__ void tentative(TokenGates gates) {
+    const bool flushes =
+        kFlushes == Flushes::kSome ? kind == PlannedRow::kFlush : kFlushes == Flushes::kAll;
+    const int records = flushes ? 0 : live;  // that outputs see
     if constexpr (!kLoadsFirst) load_prepared();
     DeferredDecay deferred = load_deferred();
     Values values = load_values(0);
@@ -429,14 +439,15 @@ class DeltaRuleStepKernel
     // A few threads', beside what others prepare.
     prepare_token_gates(gates, 0, own, true);
     wait_for_records();
-    if constexpr (kFlush) deferred = prepare_run_fold(deferred);
+    if (flushes) deferred = prepare_run_fold(deferred);
     if (is_first_of_key()) append_keys();
     share_weights(records);
     __syncthreads();
     append_key_scales();
     finish_weights(records, deferred);
     // From here on warps go their own ways.
-    if constexpr (kFlush) {
+    if (flushes) {
+      if constexpr (kFlushes == Flushes::kSome) isolate();
       tiles_of_flush(values);
     } else {
       tiles_of_replay(values);
