@@ -168,7 +168,7 @@ TEST(StepKernel, StepsOfManyRowsPrefetchHalfOfAStatesTile) {
   EXPECT_EQ(delta_rule(512, false, 1, DType::kBF16), 0);
 }
 
-TEST(StepKernel, LongStepsOfSingleTokensSpreadTheirFlushesWidely) {
+TEST(StepKernel, LongStepsOfTheDeltaRuleSpreadTheirFlushesWidely) {
   const auto places = [](std::int64_t rows, int drafts, DType checkpoint,
                          ReadCopyFormat copy = ReadCopyFormat::kNone) {
     DeltaRuleCudaParams p = delta_rule_params(rows, false, drafts);
@@ -179,9 +179,11 @@ TEST(StepKernel, LongStepsOfSingleTokensSpreadTheirFlushesWidely) {
   using enum FlushPlaces;
   EXPECT_EQ(places(256, 1, DType::kF32), kFirstThreeQuarters);
   EXPECT_EQ(places(128, 1, DType::kF32), kFirstHalf);
-  EXPECT_EQ(places(512, 4, DType::kF32), kFirstHalf);
+  EXPECT_EQ(places(512, 4, DType::kF32), kFirstThreeQuarters);
+  EXPECT_EQ(places(512, 8, DType::kF32), kFirstHalf);
   EXPECT_EQ(places(512, 1, DType::kBF16), kFirstHalf);
-  EXPECT_EQ(places(512, 1, DType::kF32, ReadCopyFormat::kNvfp4), kFirstHalf);
+  EXPECT_EQ(places(512, 1, DType::kF32, ReadCopyFormat::kNvfp4), kFirstQuarter);
+  EXPECT_EQ(places(64, 1, DType::kF32, ReadCopyFormat::kNvfp4), kFirstHalf);
 }
 
 TEST(StepKernel, LongStepsOfMamba2SpreadTheFlushesOfDraftsAndOfReadCopies) {

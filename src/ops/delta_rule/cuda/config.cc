@@ -186,6 +186,19 @@ bool has_direct_kernel(const DeltaRuleCudaParams& p) {
   return delta_rule_variant(p) != DeltaRuleVariant::kAny && p.copy.format == ReadCopyFormat::kNone;
 }
 
+/// State rows per multiprocessor up to which the direct kernel is the faster one: measured on an
+/// H200, steps of 1 to 16 rows of the step.
+std::int64_t most_direct_rows(const DeltaRuleCudaParams& p) {
+  switch (delta_rule_variant(p)) {
+    case DeltaRuleVariant::kSingle:
+      return p.shape.channel_decay ? 160 : 64;
+    case DeltaRuleVariant::kSmall:
+      return p.shape.channel_decay ? 128 : 40;
+    default:
+      return 128;
+  }
+}
+
 DeltaRuleCudaConfig direct_config(const DeltaRuleCudaParams& p, const CudaDeviceInfo& device,
                                   const DeltaRuleTuning& tuning) {
   DeltaRuleCudaConfig config;
@@ -232,17 +245,19 @@ std::string DeltaRuleCudaConfig::to_string() const {
 }
 
 FlushPlaces delta_rule_flush_places(const DeltaRuleCudaParams& p, const CudaDeviceInfo& device) {
-  // Measured on an H200: single tokens on fp32 states leave arithmetic idle, the more evenly the
-  // wider flushes are spread: 1.4% with 62 tiles per warp, 0 to 1% with 31. What is left behind the
-  // last flush has to last as long as it: shorter steps lose up to 8%, and as much those that are
-  // bound by arithmetic, of two-byte states and read copies.
+  // Measured on an H200: single tokens on fp32 states, and short drafts with one decay per head,
+  // leave arithmetic idle, the more evenly the wider flushes are spread: 1.4% with 62 tiles per
+  // warp, 0 to 1% with 31. What is left behind the last flush has to last as long as it: shorter
+  // steps lose up to 8%, and as much two-byte states, which are bound by arithmetic. Read copies
+  // leave the least behind it: 3% for less than half.
   constexpr std::int64_t kTiles = 30;  // per warp of sixteen to a multiprocessor
   const std::int64_t tiles =
       p.row_count * p.shape.value_heads * p.shape.value_dim / kDeltaRuleTileRows;
-  const bool waits = p.limits.draft_capacity == 1 && p.checkpoint == DType::kF32 &&
-                     p.copy.format == ReadCopyFormat::kNone;
-  return waits && tiles >= kTiles * 16 * device.multiprocessors ? FlushPlaces::kFirstThreeQuarters
-                                                                : FlushPlaces::kFirstHalf;
+  if (tiles < kTiles * 16 * device.multiprocessors) return FlushPlaces::kFirstHalf;
+  if (p.copy.format != ReadCopyFormat::kNone) return FlushPlaces::kFirstQuarter;
+  const bool waits =
+      p.checkpoint == DType::kF32 && p.limits.draft_capacity <= (p.shape.channel_decay ? 1 : 4);
+  return waits ? FlushPlaces::kFirstThreeQuarters : FlushPlaces::kFirstHalf;
 }
 
 Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& p,
@@ -250,12 +265,11 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
                                                      const DeltaRuleTuning& tuning) {
   const int tiles = tuning.tiles != 0 ? tuning.tiles : forced_run_tiles();
   if (has_direct_kernel(p)) {
-    constexpr std::int64_t kMostRows = 192;  // measured on an H200
     RSSM_ASSIGN_OR_RETURN(
         const bool is_direct,
         takes_direct_kernel(tuning.kernel, is_direct_for_any_rows(p.plain, p.checkpoint),
-                            p.shape.value_heads * p.shape.value_dim * p.row_count, kMostRows,
-                            device));
+                            p.shape.value_heads * p.shape.value_dim * p.row_count,
+                            most_direct_rows(p), device));
     if (is_direct) {
       const DeltaRuleCudaConfig direct = direct_config(p, device, tuning);
       if (direct.blocks_per_multiprocessor > 0) {
