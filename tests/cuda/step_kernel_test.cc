@@ -104,6 +104,43 @@ TEST(StepKernel, SingleTokensFillAMultiprocessor) {
   }
 }
 
+// Registers allow for as many warps as a kernel has been compiled for: a block of more does not
+// launch, and what tells how many blocks there are at once is to count on no more.
+TEST(StepKernel, BlocksOfTheDeltaRuleHaveRegistersForTheirWarps) {
+  for (const bool channel_decay : {false, true}) {
+    for (const int drafts : {1, 2, 4, 8, 16}) {
+      for (const DType checkpoint : {DType::kF32, DType::kBF16}) {
+        for (const ReadCopyFormat copy : {ReadCopyFormat::kNone, ReadCopyFormat::kFp8E4M3}) {
+          for (const std::int64_t rows : {1, 8, 64, 256}) {
+            DeltaRuleCudaParams p = delta_rule_params(rows, channel_decay, drafts);
+            p.checkpoint = checkpoint;
+            p.copy.format = copy;
+            const DeltaRuleWarps most = delta_rule_warps(p, delta_rule_variant(p));
+            for (const int tiles : {0, 1, 8}) {
+              const DeltaRuleTuning tuning{.kernel = StepKernel::kStreamed, .tiles = tiles};
+              const DeltaRuleCudaConfig config =
+                  choose_delta_rule_config(p, device_of(90), tuning).value();
+              EXPECT_LE(config.launch.warps, most.of_block) << config.to_string();
+              EXPECT_LE(config.blocks_per_multiprocessor * config.launch.warps,
+                        most.of_multiprocessor)
+                  << config.to_string();
+            }
+          }
+        }
+      }
+    }
+  }
+}
+TEST(StepKernel, BlocksOfMoreWarpsThanThereAreRegistersForAreRefused) {
+  const DeltaRuleTuning tuning{.kernel = StepKernel::kStreamed, .warps = 8};
+  const auto refusal =
+      choose_delta_rule_config(delta_rule_params(64, false, 4), device_of(90), tuning);
+  EXPECT_EQ(refusal.status().code(), StatusCode::kUnsupported);
+  EXPECT_EQ(refusal.status().message(), "blocks of 8 warps, the kernel has registers for 4");
+  EXPECT_TRUE(
+      choose_delta_rule_config(delta_rule_params(64, false, 1), device_of(90), tuning).ok());
+}
+
 TEST(StepKernel, PlainDecodingOfF32StatesIsDirectForAnyNumberOfRows) {
   Mamba2CudaParams m = mamba2_params(512);
   m.plain = true;
@@ -370,14 +407,32 @@ TEST(StepKernel, DraftsOfTwoByteStatesHaveThreeStages) {
   EXPECT_EQ(config.blocks_per_multiprocessor, 3);
 }
 
-TEST(StepKernel, LongDraftsHaveEightWarpsWhereTwoBlocksFit) {
-  DeltaRuleCudaParams p = delta_rule_params(256, false, 8);
-  p.shape.value_heads = 64;
-  const DeltaRuleCudaConfig config = choose_delta_rule_config(p, device_of(90)).value();
-  EXPECT_EQ(config.launch.warps, 8);
-  EXPECT_EQ(config.blocks_per_multiprocessor, 2);
-  p.limits.window = 32;
-  EXPECT_EQ(choose_delta_rule_config(p, device_of(90)).value().launch.warps, 4);
+// What a head needs is prepared once for eight tiles, but not by blocks of one or two warps.
+TEST(StepKernel, DraftsHaveLongRunsWhereABlockHasSeveral) {
+  const auto launch = [](std::int64_t value_heads, int drafts, DType checkpoint) {
+    DeltaRuleCudaParams p = delta_rule_params(256, false, drafts);
+    p.shape.value_heads = value_heads;
+    p.checkpoint = checkpoint;
+    const DeltaRuleCudaConfig config = choose_delta_rule_config(p, device_of(90)).value();
+    return std::pair<int, int>(config.launch.warps, config.launch.tiles);
+  };
+  for (const int drafts : {4, 8}) {
+    EXPECT_EQ(launch(64, drafts, DType::kF32), std::pair(4, 8));
+    EXPECT_EQ(launch(48, drafts, DType::kF32), std::pair(3, 8));
+    EXPECT_EQ(launch(32, drafts, DType::kF32), std::pair(4, 4));
+  }
+  EXPECT_EQ(launch(64, 8, DType::kBF16), std::pair(4, 8));
+  EXPECT_EQ(launch(64, 4, DType::kBF16), std::pair(4, 4));
+  EXPECT_EQ(launch(32, 8, DType::kBF16), std::pair(4, 4));
+}
+// A block has a head of few rows, too, where it has but four warps: two would prepare it twice.
+TEST(StepKernel, BlocksOfDraftsHaveAWholeHeadOfChannels) {
+  for (const std::int64_t rows : {16, 64, 256}) {
+    const DeltaRuleTuning tuning{.kernel = StepKernel::kStreamed};
+    const auto config =
+        choose_delta_rule_config(delta_rule_params(rows, true, 4), device_of(90), tuning).value();
+    EXPECT_EQ(config.blocks_per_key, 1) << config.to_string();
+  }
 }
 
 // The blocks of a grid's places are each row's blocks, once, whatever the tail.

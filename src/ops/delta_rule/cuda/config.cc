@@ -140,8 +140,6 @@ void count_blocks(const DeltaRuleCudaParams& p, DeltaRuleCudaConfig& config) {
   config.blocks = p.row_count * p.shape.key_heads * config.blocks_per_key;
 }
 
-constexpr int kResident = kDeltaRuleResidentBlocks * kDeltaRuleMaxWarps;  // warps
-
 /// Plans shared memory for stages of as many tiles as the kernels allow, but two tiles of a state
 /// only where that costs no block and leaves a run several fills.
 void fill_stages(const DeltaRuleCudaParams& p, const CudaDeviceInfo& device,
@@ -154,7 +152,8 @@ void fill_stages(const DeltaRuleCudaParams& p, const CudaDeviceInfo& device,
         std::bit_floor(static_cast<unsigned>(std::min(tiles, launch.tiles))));
     launch.shared = plan_shared(p, launch);
     config.blocks_per_multiprocessor =
-        blocks_that_fit(device, launch.shared.bytes, launch.warps, kResident);
+        blocks_that_fit(device, launch.shared.bytes, launch.warps,
+                        delta_rule_warps(p, config.variant).of_multiprocessor);
     return config.blocks_per_multiprocessor;
   };
   if (p.copy.format != ReadCopyFormat::kNone) {
@@ -213,7 +212,7 @@ DeltaRuleCudaConfig direct_config(const DeltaRuleCudaParams& p, const CudaDevice
   config.launch.shared = plan_direct_shared(p, config.launch);
   config.blocks_per_multiprocessor =
       blocks_that_fit(device, config.launch.shared.bytes, config.launch.warps,
-                      kDeltaRuleResidentBlocks * kDeltaRuleMaxWarps);
+                      delta_rule_warps(p, config.variant).of_multiprocessor);
   suit_to_device(device, config);
   return config;
 }
@@ -285,42 +284,52 @@ Result<DeltaRuleCudaConfig> choose_delta_rule_config(const DeltaRuleCudaParams& 
   // for them, where there are warps enough for every multiprocessor all the same.
   static constexpr Candidate kCandidates[] = {
       {8, 4, "long runs: what a head needs is prepared once for four tiles"},
-      {4, 8, "long runs of drafts, which leave no room for two blocks of eight warps"},
-      {4, 4, "long runs of two-byte tiles: small blocks load while others compute"},
+      {4, 8, "long runs of drafts: what a head needs is prepared once for eight tiles"},
+      {4, 4, "long runs, four warps: small blocks load while others compute"},
       {4, 2, "runs of two tiles, four warps to what they share"},
       {8, 1, "a tile per warp, eight warps to the decays of channels"},
       {4, 1, "a tile per warp, four warps to what they share"},
       {2, 1, "long windows leave room for two warps"},
       {1, 1, "long windows leave room for one warp"},
   };
+  using enum DeltaRuleVariant;
   const bool asked = tuning.warps != 0 || tiles != 0;
+  const DeltaRuleWarps most = delta_rule_warps(p, delta_rule_variant(p));
+  if (tuning.warps > most.of_block) {
+    return unsupported("blocks of ", tuning.warps, " warps, the kernel has registers for ",
+                       most.of_block);
+  }
   std::int32_t least_bytes = std::numeric_limits<std::int32_t>::max();
   for (const Candidate& candidate : kCandidates) {
+    if (!asked && candidate.warps > most.of_block) continue;
     DeltaRuleCudaConfig config;
     config.variant = delta_rule_variant(p);
     DeltaRuleLaunch& launch = config.launch;
     launch = cut_heads(p, kDeltaRuleTileRows, tiles != 0 ? tiles : candidate.tiles,
-                       tuning.warps != 0 ? tuning.warps : candidate.warps);
+                       tuning.warps != 0 ? tuning.warps : std::min(candidate.warps, most.of_block));
     count_blocks(p, config);
-    const bool draft = config.variant == DeltaRuleVariant::kDraft;
     if (!asked && candidate.tiles > 1) {
       if (candidate.warps > 4 && size_of(p.checkpoint) == 2) continue;
-      if (candidate.tiles > 4 && !draft) continue;
-      // Every channel's decay is prepared per head: a block with few warps takes too long over it.
+      // Where blocks are small, and for long drafts; not where a block has but two runs.
+      if (candidate.tiles > 4 &&
+          (launch.warps < 3 || (most.of_block > 4 && config.variant != kDraft))) {
+        continue;
+      }
+      // Every channel's decay is prepared per head: a block with few warps takes too long over it,
+      // and where blocks are small, two of one head would prepare it twice.
       if (candidate.tiles > 2 && p.shape.channel_decay) continue;
+      const bool is_whole_head = p.shape.channel_decay && most.of_block == 4;
       const std::int64_t warps = config.blocks * launch.warps;
-      if (warps < std::int64_t{3} * kResident * device.multiprocessors) continue;
+      if (!is_whole_head &&
+          warps < std::int64_t{3} * most.of_multiprocessor * device.multiprocessors) {
+        continue;
+      }
     }
     // Where a head has one decay, eight warps have little to share: smaller blocks end more evenly.
     if (!asked && candidate.tiles == 1 && candidate.warps == 8 && !p.shape.channel_decay) continue;
     fill_stages(p, device, config);
     least_bytes = std::min(least_bytes, launch.shared.bytes);
     if (config.blocks_per_multiprocessor == 0) continue;
-    // Long drafts may leave room for one block of eight warps: two of four are better.
-    if (!asked && draft && candidate.warps > 4 && candidate.tiles > 1 &&
-        config.blocks_per_multiprocessor < kDeltaRuleResidentBlocks) {
-      continue;
-    }
     config.reason = asked ? "as asked" : candidate.reason;
     suit_to_device(device, config);
     launch.prefetch_bytes = prefetched_bytes(p, config, device);

@@ -304,7 +304,9 @@ class DeltaRuleDirectKernel
 };
 
 template <typename State, typename Act, bool kChannelDecay, DeltaRuleVariant kVariant>
-__global__ void __launch_bounds__(kDeltaRuleMaxWarps* kWarpLanes, kDeltaRuleResidentBlocks)
+__global__ void __launch_bounds__(
+    delta_rule_warps(kVariant, DTypeOf<State>::value, kChannelDecay, false).of_block* kWarpLanes,
+    delta_rule_warps(kVariant, DTypeOf<State>::value, kChannelDecay, false).blocks())
     delta_rule_direct_kernel(const __grid_constant__ DeltaRuleCudaParams params,
                              const __grid_constant__ DeltaRuleLaunch launch) {
   begin_step_kernel(params, launch);

@@ -812,9 +812,15 @@ class DeltaRuleStepKernel
   }
 };
 
+template <typename State, bool kChannelDecay, DeltaRuleVariant kVariant, ReadCopyFormat kCopy>
+inline constexpr DeltaRuleWarps kDeltaRuleWarps = delta_rule_warps(
+    kVariant, DTypeOf<State>::value, kChannelDecay, kCopy != ReadCopyFormat::kNone);
+
 template <typename State, typename Act, bool kChannelDecay, DeltaRuleVariant kVariant,
           ReadCopyFormat kCopy>
-__global__ void __launch_bounds__(kDeltaRuleMaxWarps* kWarpLanes, kDeltaRuleResidentBlocks)
+__global__ void __launch_bounds__(
+    kDeltaRuleWarps<State, kChannelDecay, kVariant, kCopy>.of_block* kWarpLanes,
+    kDeltaRuleWarps<State, kChannelDecay, kVariant, kCopy>.blocks())
     delta_rule_step_kernel(const __grid_constant__ DeltaRuleCudaParams params,
                            const __grid_constant__ DeltaRuleLaunch launch) {
   begin_step_kernel(params, launch);

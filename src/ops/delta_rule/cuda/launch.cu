@@ -65,8 +65,8 @@ DeltaRuleKernelFunction find_kernel(const DeltaRuleCudaParams& p, DeltaRuleVaria
 Status launch_step(const DeltaRuleCudaParams& params, const DeltaRuleCudaConfig& config,
                    cudaStream_t stream) {
   return launch_step_kernel("step of the delta rule", find_kernel(params, config.variant), params,
-                            config, kDeltaRuleMaxWarps, params.shape.key_heads,
-                            config.blocks_per_key, GridTail{}, stream);
+                            config, delta_rule_warps(params, config.variant).of_block,
+                            params.shape.key_heads, config.blocks_per_key, GridTail{}, stream);
 }
 
 }  // namespace
