@@ -132,7 +132,7 @@ Work work_of(const DeltaRuleShape& shape, double activation, FlushMode flush) {
           .plain_ops = 4,
           .read_ops = 2,
           .fold_ops = flush == FlushMode::kFast ? 1.0 : 3.0,
-          .gpu_element = shape.channel_decay ? 1.4e-12 : 0.84e-12};
+          .gpu_element = shape.channel_decay ? 1.1e-12 : 0.64e-12};
 }
 Work work_of(const GatedDeltaNetShape& shape, double activation, DType, FlushMode flush) {
   return work_of(delta_rule(shape), activation, flush);
