@@ -75,6 +75,16 @@ TEST(StepKernel, FewRowsAreDirectAndManyAreStreamed) {
   }
 }
 
+// Five rows of 32 heads are 155 state rows per multiprocessor.
+TEST(StepKernel, DecaysAndDraftsSayHowManyRowsAreFew) {
+  EXPECT_FALSE(takes_direct(delta_rule_params(4, false, 1)));
+  EXPECT_FALSE(takes_direct(delta_rule_params(4, false, 4)));
+  EXPECT_TRUE(takes_direct(delta_rule_params(4, false, 8)));
+  EXPECT_TRUE(takes_direct(delta_rule_params(5, true, 1)));
+  EXPECT_TRUE(takes_direct(delta_rule_params(4, true, 4)));
+  EXPECT_FALSE(takes_direct(delta_rule_params(5, true, 4)));
+}
+
 // Where chunks are single tokens there is a kernel for them, in full blocks.
 TEST(StepKernel, SingleTokensHaveADirectKernelOfTheirOwn) {
   const auto variant = [](const DeltaRuleCudaParams& p, int warps = 0) {
